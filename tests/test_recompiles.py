@@ -42,6 +42,7 @@ FIXED = {
     *("k_grouped_fp8_gemm_nt_contiguous.d", "k_grouped_fp8_gemm_nt_contiguous.c", "engram_hash.offsets"),
     *("cp_gather_indexer_k_quant_cache.block_table", "cp_gather_indexer_k_quant_cache.cu_seq_lens"),
     *("norm_forward.weight", "norm_forward_and_per_token_cast.weight", "norm_backward.weight", "weight_grad"),
+    *("query_weight", "key_weight", "query_weight_grad", "key_weight_grad"),
 }
 # Where tokens are another dimension than the first: that of the tensor, or of each of a pair.
 DIMENSIONS = {

@@ -126,6 +126,12 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
         lambda query, key: tk_modeling.apply_rotary(query, ANGLES, key),
         (bf16(3, 2, 40), bf16(3, 1, 40)),
     ),
+    "qk_norm_rotary": (
+        lambda query, weight, key_weight, key: tk_modeling.qk_norm_rotary(
+            query, ANGLES, weight, key_weight, 1e-6, key, round_before_weight=True
+        ),
+        (bf16(3, 2, 40), torch.rand(40), bf16(40), bf16(3, 1, 40)),
+    ),
     "rms_norm": (
         lambda x, weight, residual: tk_modeling.rms_norm(x, weight, 1e-6, residual),
         (bf16(3, 72), torch.rand(72), bf16(3, 72)),

@@ -41,5 +41,6 @@ from .moe.router import Router as Router
 from .norm.functional import rms_norm as rms_norm
 from .norm.rms_norm import RMSNorm as RMSNorm
 from .rotary.functional import apply_rotary as apply_rotary
+from .rotary.functional import qk_norm_rotary as qk_norm_rotary
 
 __version__: str

@@ -26,6 +26,8 @@ from .norm.forward_and_per_token_cast import (
     norm_forward_and_per_token_cast as norm_forward_and_per_token_cast,
 )
 from .rotary.apply_rotary import apply_rotary as apply_rotary
+from .rotary.qk_norm_rotary import qk_norm_rotary as qk_norm_rotary
+from .rotary.qk_norm_rotary_backward import qk_norm_rotary_backward as qk_norm_rotary_backward
 from .swiglu.backward import swiglu_backward as swiglu_backward
 from .swiglu.backward_and_per_token_cast import (
     swiglu_backward_and_per_token_cast as swiglu_backward_and_per_token_cast,

@@ -59,6 +59,8 @@ class Rotary:
     positions: tuple[Literal["none", "int32", "int64"], ...] = ("int64",)
     batched: tuple[bool, ...] = (False,)
     """Whether queries have a dimension for sequences."""
+    normed: tuple[bool, ...] = (False,)
+    """Whether RMSNorm of each head comes first, in the same pass."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
     for hidden, form in product(profile.intermediate, profile.activations):
         yield from _swiglu(profile, form, hidden, num_tokens)
     for rotary, dtype in product(profile.rotary, profile.inputs):
-        yield from _rotations(rotary, dtype, num_tokens, profile.training)
+        yield from _rotations(profile, rotary, dtype, num_tokens)
     for width, dtype in product(profile.norms, profile.inputs):
         yield from _norms(profile, width, dtype, num_tokens)
     if profile.training:
@@ -300,12 +302,16 @@ def _swiglu(profile: Profile, form: Format, hidden: int, num_tokens: int) -> Ite
             yield call(quant.swiglu_forward_and_per_token_cast, x, form.fmt, group, **options, clamped_count=count)
 
 
+def _weights_of_norms(profile: Profile, dtype: str) -> list[str]:
+    """Dtypes of weights: that of x, or float32."""
+    return sorted({each if each == dtype else "float32" for each in profile.norm_weights})
+
+
 def _norms(profile: Profile, width: int, dtype: str, num_tokens: int) -> Iterator[Call]:
     x = empty(num_tokens, width, dtype=dtype)
     options = {"round_before_weight": profile.norm_rounds_before_weight}
-    # A weight has the dtype of x, or float32.
-    weights = {weight_dtype if weight_dtype == dtype else "float32" for weight_dtype in profile.norm_weights}
-    for weight_dtype, residual in product(sorted(weights), (None, empty(num_tokens, width, dtype=dtype))):
+    residuals = (None, empty(num_tokens, width, dtype=dtype))
+    for weight_dtype, residual in product(_weights_of_norms(profile, dtype), residuals):
         weight = empty(width, dtype=weight_dtype)
         yield call(quant.norm_forward, x, weight, 1e-6, residual, **options)
         if profile.training:
@@ -391,14 +397,23 @@ def _plain_swiglu_training(profile: Profile, hidden: int, num_tokens: int) -> It
         yield call(quant.swiglu_backward, x, grad_out, clamp, **options, **of_weights)
 
 
-def _rotations(rotary: Rotary, dtype: str, num_tokens: int, training: bool) -> Iterator[Call]:
+def _rotations(profile: Profile, rotary: Rotary, dtype: str, num_tokens: int) -> Iterator[Call]:
     """In place; for training also to other tensors, as the forward and the backward of a differentiable one do."""
-    cache = empty(num_tokens, rotary.rot)
-    for at, batched, to_out in product(rotary.positions, rotary.batched, (False, True) if training else (False,)):
+    cache, head_dim = empty(num_tokens, rotary.rot), rotary.head_dim or rotary.rot
+    to_out = (False, True) if profile.training else (False,)
+    for at, batched, is_trained in product(rotary.positions, rotary.batched, to_out):
         tokens = (1, num_tokens) if batched else (num_tokens,)
-        query, key, *outs = (
-            empty(*tokens, heads, rotary.head_dim or rotary.rot, dtype=dtype) for heads in (8, 1, *((8, 1) * to_out))
-        )
-        positions = None if at == "none" else empty(*tokens, dtype=getattr(torch, at))
-        written = dict(zip(("out", "key_out"), outs))
-        yield call(quant.apply_rotary, query, cache, key, positions, rotary.interleaved, **written)
+        query, key, out, key_out = (empty(*tokens, heads, head_dim, dtype=dtype) for heads in (8, 1, 8, 1))
+        written = {"out": out, "key_out": key_out} if is_trained else {}
+        at_angles = (None if at == "none" else empty(*tokens, dtype=getattr(torch, at)), rotary.interleaved)
+        if False in rotary.normed:
+            yield call(quant.apply_rotary, query, cache, key, *at_angles, **written)
+        for weight_dtype in _weights_of_norms(profile, dtype) if True in rotary.normed else ():
+            weight, rstd, key_rstd = empty(head_dim, dtype=weight_dtype), empty(*tokens, 8), empty(*tokens, 1)
+            of_norm = {"round_before_weight": profile.norm_rounds_before_weight, "with_rstd": is_trained}
+            both = (query, cache, weight, weight)
+            yield call(quant.qk_norm_rotary, *both, 1e-6, key, *at_angles, **of_norm, **written)
+            for main_grad in (None, empty(head_dim)) if is_trained else ():
+                grads = dict.fromkeys(("query_weight_grad", "key_weight_grad"), main_grad)
+                given = (*both, rstd, key, key, key_rstd)
+                yield call(quant.qk_norm_rotary_backward, query, *given, *at_angles, **grads)

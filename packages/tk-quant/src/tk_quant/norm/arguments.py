@@ -88,17 +88,22 @@ def check_rows(
 def check_x(x: Tensor, multiple: int) -> Rows:
     """Check x, (..., T, H)."""
     *leading, hidden = check_rows("x", x, (..., "num_tokens", "hidden"))
-    check.require(0 < hidden <= MAX_HIDDEN, "x", f"1 to {MAX_HIDDEN} channels", hidden)
-    check.require(hidden % multiple == 0, "x", f"a multiple of {multiple} channels", hidden)
+    check_hidden("x", hidden, multiple)
     return Rows(tuple(leading), hidden)
 
 
-def check_weight(weight: Tensor | None, x: Tensor) -> None:
+def check_hidden(name: str, hidden: int, multiple: int) -> None:
+    """Check the number of channels of a row."""
+    check.require(0 < hidden <= MAX_HIDDEN, name, f"1 to {MAX_HIDDEN} channels", hidden)
+    check.require(hidden % multiple == 0, name, f"a multiple of {multiple} channels", hidden)
+
+
+def check_weight(weight: Tensor | None, x: Tensor, name: str = "weight") -> None:
     """Check weight: None, (H), or a row for each x[..., g, :], (G, H); in x's dtype or float32."""
     if weight is not None:
-        check.require_type(isinstance(weight, Tensor), "weight", "a torch.Tensor or None", type(weight).__name__)
+        check.require_type(isinstance(weight, Tensor), name, "a torch.Tensor or None", type(weight).__name__)
         shape = x.shape[-2:] if weight.ndim == 2 else x.shape[-1:]
-        check.tensor("weight", weight, (x.dtype, torch.float32), tuple(shape), device=x.device)
+        check.tensor(name, weight, (x.dtype, torch.float32), tuple(shape), device=x.device)
 
 
 def check_residual(residual: Tensor | None, x: Tensor) -> None:

@@ -114,7 +114,7 @@ def _norm_backward_kernel(hidden: int, options: NormOptions, arch: Arch) -> Any:
 
 
 @kernel(pass_configs=DIRECT_COPIES)
-def _sum_parts_kernel(hidden: int, dtype: torch.dtype, accumulates: bool, arch: Arch) -> Any:
+def sum_parts_kernel(hidden: int, dtype: torch.dtype, accumulates: bool, arch: Arch) -> Any:
     """Sum the parts of weight_grad: each thread those of one channel in one of 32 segments, in float64."""
     import tilelang.language as T
 
@@ -222,7 +222,7 @@ def norm_backward(
                 *(folded(residual_out_grad), folded(x_grad), parts, blocks, float(out_scale), float(weight_offset)),
             )
         if x.numel() and weight_grad is not None:
-            sum_parts = _sum_parts_kernel(hidden, weight_grad.dtype, accumulates, arch)
+            sum_parts = sum_parts_kernel(hidden, weight_grad.dtype, accumulates, arch)
             sum_parts(parts, rows_of_weight(weight_grad))
         elif weight_grad is not None and not accumulates:
             weight_grad.zero_()

@@ -73,7 +73,7 @@ def _norm_forward_kernel(hidden: int, options: NormOptions, with_rstd: bool, arc
                 for i in T.Parallel(block_rows):
                     if first + i < num_batches * num_rows:
                         rstd[first + i] = rstds[i]
-            steps.normalize(tile, weights, rstds, out_scale, weight_offset, options, config)
+            steps.normalize(tile, weights, rstds, tile, out_scale, weight_offset, options)
             steps.store_rows(tile, out, row_at, options)
 
     return norm_forward

@@ -105,7 +105,7 @@ def _norm_forward_and_per_token_cast_kernel(
                 for i in T.Parallel(block_rows):
                     if first + i < num_rows:
                         rstd[batch * num_rows + first + i] = rstds[i]
-            steps.normalize(tile, weights, rstds, out_scale, weight_offset, options, config)
+            steps.normalize(tile, weights, rstds, tile, out_scale, weight_offset, options)
             if with_out_bf16:
                 steps.store_rows(tile, out_bf16, row_at, options)
             to = steps.CastOutput(data, sf, batch, first, num_rows, sf_pitch)

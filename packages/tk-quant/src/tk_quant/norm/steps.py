@@ -1,7 +1,8 @@
 """Steps of the RMSNorm kernels on a tile of whole rows; tile.py says which thread holds what.
 
 A tile is a fragment (rows, 1, blocks, channels of a block). `row_at(i)` gives the tile's i-th row as `(batch, row,
-whether it is one)`. Kernels import this module in their builder, as it imports TileLang.
+whether it is one)`, where `batch` is a tuple of indices if the tensor has other dimensions. Kernels import this module
+in their builder, as it imports TileLang.
 """
 
 from collections.abc import Callable
@@ -30,9 +31,9 @@ def rows_type(name: str, shape: tuple[Any, Any, int], dtype: torch.dtype) -> Any
     return T.StridedTensor(shape, strides, T.dtype(dtype))
 
 
-def weight_type(hidden: int, options: NormOptions) -> Any:
-    """TileLang type of the argument weight, (G, hidden)."""
-    return T.Tensor((T.dynamic("num_weights"), hidden), T.dtype(options.loaded_weight))
+def weight_type(hidden: int, options: NormOptions, name: str = "num_weights") -> Any:
+    """TileLang type of the argument weight, (G, hidden); the name is that of G."""
+    return T.Tensor((T.dynamic(name), hidden), T.dtype(options.loaded_weight))
 
 
 def rows_from(first: Any, num_batches: Any, num_rows: Any) -> RowAt:
@@ -46,11 +47,16 @@ def rows_of_batch(batch: Any, first: Any, num_rows: Any) -> RowAt:
     return lambda i: (batch, first + i, first + i < num_rows)
 
 
+def index_of(batch: Any, row: Any, channel: Any) -> tuple[Any, ...]:
+    """Index of a channel of a row."""
+    return (*batch, row, channel) if isinstance(batch, tuple) else (batch, row, channel)
+
+
 @T.macro
 def _assume_alignment(x: T.Buffer, options: NormOptions) -> None:
     elements = options.alignment // (4 if x.dtype == "float32" else 2)
-    T.assume(x.strides[0] % elements == 0)
-    T.assume(x.strides[1] % elements == 0)
+    for dim in tuple(range(len(x.strides) - 1)):
+        T.assume(x.strides[dim] % elements == 0)
 
 
 @T.macro
@@ -61,8 +67,8 @@ def load_rows(x: T.Buffer, tile: T.Buffer, row_at: RowAt, options: NormOptions, 
     for i, t, g, j in T.Parallel(*tile.shape):
         batch, row, is_row = row_at(i)
         channel = first + g * size + j
-        is_inside = is_row and channel // _VECTOR < x.shape[2] // _VECTOR
-        tile[i, t, g, j] = T.if_then_else(is_inside, x[batch, row, channel], T.cast(0, tile.dtype))
+        is_inside = is_row and channel // _VECTOR < x.shape[-1] // _VECTOR
+        tile[i, t, g, j] = T.if_then_else(is_inside, x[index_of(batch, row, channel)], T.cast(0, tile.dtype))
 
 
 @T.macro
@@ -73,8 +79,8 @@ def store_rows(tile: T.Buffer, x: T.Buffer, row_at: RowAt, options: NormOptions,
     for i, t, g, j in T.Parallel(*tile.shape):
         batch, row, is_row = row_at(i)
         channel = first + g * size + j
-        if is_row and channel // _VECTOR < x.shape[2] // _VECTOR:
-            x[batch, row, channel] = T.cast(tile[i, t, g, j], x.dtype)
+        if is_row and channel // _VECTOR < x.shape[-1] // _VECTOR:
+            x[index_of(batch, row, channel)] = T.cast(tile[i, t, g, j], x.dtype)
 
 
 @T.macro
@@ -124,7 +130,13 @@ def rstd_of_rows(tile: T.Buffer, rstd: T.Buffer, eps: T.float32, hidden: int, co
                 value = T.cast(tile[thread // lanes, 0, channel // size, channel % size], "float32")
                 partials[thread] = T.fma(value, value, partials[thread])
     sums_of_rows(partials, sums, lanes)
-    for i in T.Parallel(config.blocks_down):
+    rstd_of_sums(sums, rstd, eps, hidden)
+
+
+@T.macro
+def rstd_of_sums(sums: T.Buffer, rstd: T.Buffer, eps: T.float32, hidden: int) -> None:
+    """rstd[i] = 1 / sqrt(sums[i] / hidden + eps)."""
+    for i in T.Parallel(*sums.shape):
         rstd[i] = T.float32(1) / T.sqrt(sums[i] / T.float32(hidden) + eps)
 
 
@@ -144,20 +156,21 @@ def normalize(
     tile: T.Buffer,
     weights: T.Buffer,
     rstd: T.Buffer,
+    out: T.Buffer,
     out_scale: T.float32,
     weight_offset: T.float32,
     options: NormOptions,
-    config: TileConfig,
 ) -> None:
-    """tile = (tile · rstd) · ((weight + weight_offset) · out_scale), each rounded, the last to the tile's dtype."""
-    for i, t, g, j in T.Parallel(*config.tile):
+    """out = (tile · rstd) · ((weight + weight_offset) · out_scale), each rounded, the last to the rows' dtype."""
+    dtype = T.dtype(options.dtype)
+    for i, t, g, j in T.Parallel(*tile.shape):
         value = T.cast(tile[i, t, g, j], "float32") * rstd[i]
         if options.round_before_weight:
-            value = T.cast(T.cast(value, tile.dtype), "float32")
+            value = T.cast(T.cast(value, dtype), "float32")
         weight = T.cast(weights[i, t, g, j], "float32") if options.has_weight else T.float32(1)
         # A sum with 0 would turn a weight of -0 into 0.
         weight = T.if_then_else(weight_offset != T.float32(0), weight + weight_offset, weight)
-        tile[i, t, g, j] = T.cast(value * (weight * out_scale), tile.dtype)
+        out[i, t, g, j] = T.cast(T.cast(value * (weight * out_scale), dtype), out.dtype)
 
 
 class CastOutput(NamedTuple):

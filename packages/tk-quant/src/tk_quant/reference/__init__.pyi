@@ -19,6 +19,8 @@ from .per_token import per_token_cast_with_precomputed_sf as per_token_cast_with
 from .per_token import per_token_cast_with_sf_only as per_token_cast_with_sf_only
 from .per_token_and_channel import per_token_and_channel_cast as per_token_and_channel_cast
 from .rotary import apply_rotary as apply_rotary
+from .rotary import qk_norm_rotary as qk_norm_rotary
+from .rotary import qk_norm_rotary_backward as qk_norm_rotary_backward
 from .swiglu import swiglu_backward as swiglu_backward
 from .swiglu import swiglu_backward_and_per_token_cast as swiglu_backward_and_per_token_cast
 from .swiglu import swiglu_forward as swiglu_forward

@@ -52,7 +52,7 @@ def norm_forward(
         norm_input = (x.float() + residual.float()).to(x.dtype).contiguous()
     values = norm_input.float()
     mean = sum_of_products(values, values, x.dtype) / torch.full((), x.shape[-1], dtype=torch.float32, device=x.device)
-    rstd = 1 / (mean + torch.full_like(mean, eps)).sqrt()
+    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32).copy_(1 / (mean + torch.full_like(mean, eps)).sqrt())
     factor = torch.ones((), device=x.device) if weight is None else weight.float()
     factor = (factor + weight_offset if weight_offset else factor) * out_scale
     scaled = values * rstd.unsqueeze(-1)
@@ -174,7 +174,7 @@ def norm_backward(
     x_grad = (scaled - normed * mean.unsqueeze(-1)) * factor
     if residual_out_grad is not None:
         x_grad = x_grad + residual_out_grad.float()
-    x_grad = x_grad.to(x.dtype).contiguous()
+    x_grad = x.new_empty(x.shape).copy_(x_grad)
     if weight is None:
         return x_grad, None
     total = torch.zeros_like(weight, dtype=torch.float64)
