@@ -181,6 +181,24 @@ def test_shared_memory_asked_for_at_launch_is_seen() -> None:
     assert resource_usage(_shared_kernel, 16384, "float32", SM_90A)["shared_kernel"].shared_bytes == 65536
 
 
+@kernel
+def _number_kernel(arch: Arch) -> Any:
+    import tilelang.language as T
+
+    @T.prim_func
+    def number(size: T.int32) -> None:
+        with T.Kernel(size, threads=32):
+            T.sync_threads()
+
+    return number
+
+
+@pytest.mark.compile
+def test_a_kernel_has_a_tensor() -> None:
+    with pytest.raises(ValueError, match="_number_kernel: expected a tensor among the kernel's arguments"):
+        lower(_number_kernel, SM_90A)
+
+
 @pytest.mark.compile
 def test_kernels_compiled_together_are_told_apart() -> None:
     """Some have the same name, one uses local memory, and two shared memory of the same name, but another type."""

@@ -115,13 +115,19 @@ def _parsing_once() -> Iterator[None]:
 
 
 def lower(kernel: Kernel, *args: Any) -> Any:
-    """Generate a kernel's code for these arguments; `kernel_source` of the result is its CUDA, not yet compiled."""
+    """Generate a kernel's code for these arguments; `kernel_source` of the result is its CUDA, not yet compiled.
+
+    Raises ValueError for a kernel without a tensor.
+    """
     lower_prim_func = load_tilelang().lower
     from tilelang import tvm
 
-    target = tvm.target.Target(args[-1].target)
+    target, prim_func = tvm.target.Target(args[-1].target), build(kernel, *args)
+    if not len(prim_func.buffer_map):
+        # Host code learns device and stream from a tensor; with numbers alone a launch is on the default stream.
+        raise ValueError(f"{kernel.name}: expected a tensor among the kernel's arguments, got none")
     with tvm.transform.PassContext(opt_level=3, config=_configs(kernel)), target:
-        return lower_prim_func(build(kernel, *args), target=target, enable_host_codegen=True)
+        return lower_prim_func(prim_func, target=target, enable_host_codegen=True)
 
 
 def resource_usage(kernel: Kernel, *args: Any) -> dict[str, ResourceUsage]:

@@ -34,7 +34,7 @@ _OF_EXPONENT = 0x7F800000
 # Each access has a guard of its own, so TileLang's bounds checks would only repeat them.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def _transpose_weight_sf_kernel(num_slots: int, block_size: int, arch: Arch) -> Any:
-    """Build `transpose(num_blocks, *for each slot (addresses of sf, sf0, sf1, groups, rows, cols, first block))`."""
+    """Build `transpose(sf, num_blocks, *of each slot (addresses of sf, sf0, sf1, groups, rows, cols, first block))`."""
     import tilelang.language as T
 
     names = ("sf", "sf0", "sf1", "groups", "rows", "cols", "first_block")
@@ -51,7 +51,7 @@ def _transpose_weight_sf_kernel(num_slots: int, block_size: int, arch: Arch) -> 
         T.stg128(words[place], copied[0:_VECTOR])
 
     @T.prim_func
-    def transpose(num_blocks: T.int32) -> None:
+    def transpose(first_sf: T.Tensor((T.dynamic("size"),), "float32"), num_blocks: T.int32) -> None:
         arguments = [
             [T.arg(f"{name}_{i}", T.dynamic(f"{name}_{i}", "int64" if "sf" in name else "int32")) for name in names]
             for i in slots
@@ -114,7 +114,9 @@ def _batched_transpose_weight_sf(
             num_slots = next(size for size in _SLOTS if size >= len(part))
             # Slots without a weight begin where no thread block is.
             unused = [*arguments[:6], num_blocks] * (num_slots - len(part))
-            _transpose_weight_sf_kernel(num_slots, block_size, arch)(num_blocks, *arguments, *unused)
+            transpose = _transpose_weight_sf_kernel(num_slots, block_size, arch)
+            # Host code learns device and stream from a tensor; a launch with numbers alone is on the default stream.
+            transpose(sf[0].view(-1), num_blocks, *arguments, *unused)
 
 
 def _shapes(sf: Tensor, block_size: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
