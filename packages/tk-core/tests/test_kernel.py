@@ -199,6 +199,30 @@ def test_a_kernel_has_a_tensor() -> None:
         lower(_number_kernel, SM_90A)
 
 
+@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
+def _guarded_kernel(has_cast: bool, arch: Arch) -> Any:
+    import tilelang.language as T
+
+    @T.prim_func
+    def guarded(out: T.Tensor((T.dynamic("rows"), 4), "int32")) -> None:
+        with T.Kernel(1, threads=32):
+            lane = T.get_thread_binding()
+            num_rows = T.alloc_var("int32", init=out.shape[0])
+            for k in T.vectorized(4):
+                if lane < 8:  # noqa: SIM102, as the two conditions are what is tested
+                    if (T.cast(lane, "int64") if has_cast else lane) < num_rows:
+                        out[lane, k] = 1
+
+    return guarded
+
+
+@pytest.mark.compile
+def test_no_access_loses_a_guard() -> None:
+    lower(_guarded_kernel, False, SM_90A)
+    with pytest.raises(ValueError, match="_guarded_kernel: expected one condition, or none with a cast"):
+        lower(_guarded_kernel, True, SM_90A)
+
+
 @pytest.mark.compile
 def test_kernels_compiled_together_are_told_apart() -> None:
     """Some have the same name, one uses local memory, and two shared memory of the same name, but another type."""

@@ -9,7 +9,7 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CellType, FunctionType
@@ -117,17 +117,46 @@ def _parsing_once() -> Iterator[None]:
 def lower(kernel: Kernel, *args: Any) -> Any:
     """Generate a kernel's code for these arguments; `kernel_source` of the result is its CUDA, not yet compiled.
 
-    Raises ValueError for a kernel without a tensor.
+    Raises ValueError for a kernel without a tensor, and for one with an access that loses its guard.
     """
     lower_prim_func = load_tilelang().lower
     from tilelang import tvm
 
-    target, prim_func = tvm.target.Target(args[-1].target), build(kernel, *args)
+    target, configs, prim_func = tvm.target.Target(args[-1].target), _configs(kernel), build(kernel, *args)
     if not len(prim_func.buffer_map):
         # Host code learns device and stream from a tensor; with numbers alone a launch is on the default stream.
         raise ValueError(f"{kernel.name}: expected a tensor among the kernel's arguments, got none")
-    with tvm.transform.PassContext(opt_level=3, config=_configs(kernel)), target:
+    guards = _lost_guards_raise(kernel) if configs.get("tl.disable_safe_memory_legalize") else nullcontext()
+    with tvm.transform.PassContext(opt_level=3, config=configs), target, guards:
         return lower_prim_func(prim_func, target=target, enable_host_codegen=True)
+
+
+@contextmanager
+def _lost_guards_raise(kernel: Kernel) -> Iterator[None]:
+    """Raise ValueError for a vectorized access with two conditions, one with a cast in it.
+
+    TileLang 0.1.15 takes a cast for mixed precision, and moves such an access out of all conditions but the first. It
+    adds the others again where its own bounds checks are not disabled.
+    """
+    from tilelang.transform import decouple_type_cast
+    from tvm.tirx import IfThenElse
+
+    extract, last = decouple_type_cast.extract_if_condition, None
+
+    def extract_if_condition(stmt: Any) -> tuple[Any, Any]:
+        nonlocal last
+        condition, body = extract(stmt)
+        # It asks a second time where it is about to move accesses.
+        if isinstance(body, IfThenElse) and last is not None and last.same_as(stmt):
+            raise ValueError(f"{kernel.name}: expected one condition, or none with a cast, around\n{body}")
+        last = stmt
+        return condition, body
+
+    decouple_type_cast.extract_if_condition = extract_if_condition
+    try:
+        yield
+    finally:
+        decouple_type_cast.extract_if_condition = extract
 
 
 def resource_usage(kernel: Kernel, *args: Any) -> dict[str, ResourceUsage]:

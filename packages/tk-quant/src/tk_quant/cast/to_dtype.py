@@ -116,8 +116,10 @@ def _stochastic_cast_kernel(
         loaded = T.alloc_fragment((shape[0], quads, _QUAD), x.dtype)
         words = T.alloc_fragment((shape[0], quads, words_of_quad), "uint32")
         T.annotate_layout({each: in_turn(each.shape) for each in (loaded, words)})
+        # With a cast in its condition, a guarded access of a tile smaller than the thread block would lose the guard.
+        num_rows = T.alloc_var("int32", init=T.cast(T.min(x.shape[0] - first, shape[0]), "int32"))
         for i, q, k in T.Parallel(*loaded.shape):
-            if first + i < x.shape[0]:
+            if i < num_rows:
                 loaded[i, q, k] = x[first + i, q, k]
         for i, q in T.Parallel(shape[0], quads):
             values, random = T.alloc_local((_QUAD,), "float32"), T.alloc_local((words_of_quad,), "uint32")
@@ -133,7 +135,7 @@ def _stochastic_cast_kernel(
             else:
                 words[i, q, 0] = stochastic.codes_of_quad(values, random[0], "e4m3")
         for i, q, k in T.Parallel(*words.shape):
-            if first + i < x.shape[0]:
+            if i < num_rows:
                 out[first + i, q, k] = words[i, q, k]
 
     @T.prim_func
