@@ -147,6 +147,8 @@ def _swiglu_backward_and_per_token_cast_kernel(
 
             if thread < tile_rows:
                 row = block * tile_rows + thread
+                if row < num_positions:
+                    steps.clear_last_word(x_grad_sf, row, sf_cols, of_sf.layout)
                 if options.pairs:
                     index = T.reinterpret(T.ldg32(pos_to_token_topk[row], pred=row < num_positions), "int32")
                     index = T.if_then_else(row < num_positions and index < num_pairs, index, -1)

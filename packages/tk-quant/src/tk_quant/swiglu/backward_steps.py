@@ -192,6 +192,14 @@ def store_bf16(out: T.Buffer, values: T.Buffer, which: int, row: T.int64, col: T
 
 
 @T.macro
+def clear_last_word(sf: T.Buffer, row: T.int32, num_groups: int, layout: ScaleLayout) -> None:
+    """Store zeros after a row's last group of packed sf, up to the end of the word."""
+    if layout is ScaleLayout.PACKED_UE8M0:
+        for k in T.unroll(-num_groups % 4):
+            sf_bytes(sf, layout)[sf_index(row, num_groups + k, layout)] = T.uint8(0)
+
+
+@T.macro
 def quantize(
     values: T.Buffer,
     data: T.Buffer,
