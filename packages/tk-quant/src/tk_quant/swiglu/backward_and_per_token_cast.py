@@ -154,10 +154,11 @@ def _swiglu_backward_and_per_token_cast_kernel(
                     index = T.if_then_else(row < num_positions and index < num_pairs, index, -1)
                 else:
                     index = T.if_then_else(row < num_positions, row, -1)
+                indices[thread] = index
                 if options.has_segments:
                     is_real = is_in_segment(row, *find_segment(expert_ends, row), options)
-                    index = T.if_then_else(is_real, index, -1)
-                indices[thread] = index
+                    # `index` stays, as the weight of such padding gets the sum of nothing, 0.
+                    indices[thread] = T.if_then_else(is_real, index, -1)
             T.sync_threads()
             thread_row = thread // lanes
             steps.load_piece(
