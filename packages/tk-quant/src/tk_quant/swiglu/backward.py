@@ -114,7 +114,8 @@ def _swiglu_backward_kernel(
                 if options.weights:
                     weights[r] = T.if_then_else(pairs[r] >= 0, topk_weights[pairs[r]], T.float32(0))
                 if options.scaled:
-                    weights[r] = weights[r] * routed_scaling_factor
+                    # Not so in padding, where 0 times a negative factor would leave gradients of -0.
+                    weights[r] = T.if_then_else(pairs[r] >= 0, weights[r] * routed_scaling_factor, T.float32(0))
             if has_weight_grad:
                 T.clear(products)
             for tile in T.serial(hidden // block_channels):
