@@ -10,7 +10,7 @@ import torch
 
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import Kernel, kernel
-from tk_core.testing import Case, OpSpec, tiers
+from tk_core.testing import Case, OpSpec, assert_equal, tiers
 
 
 def make(device: str) -> dict[str, Any]:
@@ -212,6 +212,23 @@ def test_one_bad_kernel_among_good_ones_is_noticed() -> None:
         check(fill_case(1056), fill_case(1024, "refused"), fill_case(1088))
     with pytest.raises(AssertionError, match="small: expected a kernel, saw none launched"):
         check(fill_case(1056), Case("small", lambda device: {"out": torch.empty(0)}, compile=True))
+
+
+def test_what_no_call_writes_is_left_out() -> None:
+    def results(unwritten: float) -> tuple[torch.Tensor, ...]:
+        column_major = torch.full((4, 3), 2.0).t().contiguous().t()
+        column_major[1] = unwritten
+        return column_major, torch.tensor([3, 255], dtype=torch.uint8)
+
+    eager, compiled = results(0.0), results(5.0)
+    eager[0].view(torch.int32)[1] = -1
+    tiers._leave_out_unwritten(compiled, eager)
+    assert_equal(compiled, eager)
+    different = results(5.0)
+    different[0][3, 2] = 4.0
+    tiers._leave_out_unwritten(different, eager)
+    with pytest.raises(AssertionError, match=r"result\[0\]: 1 of 12 elements differ"):
+        assert_equal(different, eager)
 
 
 def test_names_of_gpu_tests() -> None:
