@@ -182,7 +182,8 @@ def moe_topk_gate_backward(
 
     It is multiplied by the slope of the scores, which is 0 where a sqrtsoftplus score is 0. A saved sigmoid has lost
     its slope where the score is near 1, 17 % of it for a logit of 15: `gate_weights_bwd` starts from the logits.
-    Within rtol 1e-5 of float64, plus 1e-5 of the largest gradient.
+    Within rtol 1e-5 of float64, plus 1e-5 of the largest gradient, or of its largest term where the terms of all
+    gradients cancel, as with one expert.
 
     Args:
         scores: float32 (num_tokens, num_experts), contiguous; num_experts from 1 to 1024.
