@@ -3,6 +3,8 @@
 import torch
 
 _ALL = 0xFFFFFFFF
+_QUADS = 1 << 20
+"""Quads rounded at a time: a hundred bytes of integers and float64 for each element of a large tensor may not fit."""
 # By format: the least normal exponent, bits of the mantissa, the largest finite value.
 _GRIDS = {"bf16": (-126, 7, torch.finfo(torch.bfloat16).max), "e4m3": (-6, 3, 448.0), "e2m1": (0, 1, 6.0)}
 
@@ -51,15 +53,20 @@ def round_stochastically(
 
     Finite values saturate; zeros, infinity and NaN stay.
     """
+    pieces = zip(x.reshape(-1, 4).split(_QUADS), index.flatten().split(_QUADS))
+    return torch.cat([_round_quads(quads, fmt, of_quads, seed) for quads, of_quads in pieces]).view(x.shape)
+
+
+def _round_quads(quads: torch.Tensor, fmt: str, index: torch.Tensor, seed: torch.Tensor | int | None) -> torch.Tensor:
+    """`round_stochastically` of quads (n, 4) with these indices (n,)."""
     least_exponent, mantissa_bits, largest = _GRIDS[fmt]
-    quads = x.unflatten(-1, (-1, 4))
-    random = random_fractions(random_words(quads, index, seed), fmt).flatten(-2)
-    magnitude = x.abs().double().clamp(max=largest)
+    random = random_fractions(random_words(quads, index, seed), fmt)
+    magnitude = quads.abs().double().clamp(max=largest)
     exponent = (magnitude.frexp().exponent - 1).clamp(min=least_exponent)
     step = torch.exp2((exponent - mantissa_bits).double())
     lower = (magnitude / step).floor()
     # All of this is exact: a place has at most 24 bits.
     place = magnitude / step - lower
     away = place * 2**16 + random >= 2**16
-    rounded = ((lower + away) * step).clamp(max=largest).copysign(x)
-    return torch.where(x.isfinite(), rounded, x).float()
+    rounded = ((lower + away) * step).clamp(max=largest).copysign(quads)
+    return torch.where(quads.isfinite(), rounded, quads).float()
