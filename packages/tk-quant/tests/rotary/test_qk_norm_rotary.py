@@ -79,7 +79,7 @@ SPEC = OpSpec(
     cases=(
         # A thread has both channels of its pairs: one thread a row, half a warp, several rows.
         _case("128-of-128", (5, 3, 128), 128, BF16, "compile modes", key_heads=2, with_rstd=True, positions="int64"),
-        _case("interleaved-64-of-64", (7, 3, 64), 64, BF16, "compile", key_heads=1, interleaved=True),
+        _case("interleaved-64-of-64", (7, 3, 64), 64, BF16, key_heads=1, interleaved=True),
         _case("32-of-32", (33, 5, 32), 32, BF16, weights=(FP32, FP32)),
         _case("512-of-512", (5, 3, 512), 512, BF16, with_rstd=True),
         _case("256-of-256", (5, 3, 256), 256, positions="int32", seqlen_offset=2),
@@ -88,34 +88,32 @@ SPEC = OpSpec(
         # Through shared memory: channels that stay, half a vector at the end, idle lanes, one lane, several warps.
         _case("64-of-128", (5, 3, 128), 64, BF16, "compile modes", key_heads=2, to_out=True, positions="int64"),
         _case("interleaved-64-of-128", (5, 3, 128), 64, BF16, interleaved=True, positions="int32"),
-        _case("24-of-40", (5, 3, 40), 24, BF16, "compile", to_out=True, with_rstd=True),
+        _case("24-of-40", (5, 3, 40), 24, BF16, to_out=True, with_rstd=True),
         _case("interleaved-24-of-40", (5, 3, 40), 24, key_heads=1, interleaved=True),
-        _case("16-of-16", (70, 2, 16), 16, BF16, "compile"),
+        _case("16-of-16", (70, 2, 16), 16, BF16),
         _case("192-of-192", (5, 3, 192), 192, BF16, key_heads=1),
         _case("504-of-1032", (2, 3, 1032), 504, BF16, "compile", with_rstd=True),
         _case("interleaved-512-of-1040", (2, 2, 1040), 512, BF16, interleaved=True),
         _case("64-of-8200", (2, 2, 8200), 64, BF16, "compile"),
-        _case("64-of-80", (5, 3, 80), 64, FP32, "compile", key_heads=1),
+        _case("64-of-80", (5, 3, 80), 64, FP32, key_heads=1),
         _case("512-of-512", (3, 2, 512), 512, FP32, positions="outside"),
         # Options of the norm, and weights.
         _case("plain", (5, 3, 128), 128, BF16, weights=(None, None), key_heads=2),
-        _case("plain-key", (5, 3, 64), 64, BF16, "compile", weights=(FP32, None), key_heads=2),
+        _case("plain-key", (5, 3, 64), 64, BF16, weights=(FP32, None), key_heads=2),
         _case("rounded", (5, 3, 128), 128, BF16, "modes", key_heads=2, round_before_weight=True),
         _case("rounded", (5, 3, 128), 64, FP32, round_before_weight=True),
         _case("gemma", (5, 3, 256), 256, key_heads=1, weight_offset=1.0, eps=3),
         _case("weights-of-heads", (5, 3, 128), 128, BF16, weights_of_heads=True, key_heads=2),
-        _case("weights-of-heads-64", (2, 5, 3, 128), 64, BF16, "compile", weights_of_heads=True, key_heads=2),
+        _case("weights-of-heads-64", (2, 5, 3, 128), 64, BF16, weights_of_heads=True, key_heads=2),
         # Batches, caches, strides.
-        _case("batch", (2, 7, 3, 128), 128, BF16, "compile modes", key_heads=2, positions="int64", with_rstd=True),
+        _case("batch", (2, 7, 3, 128), 128, BF16, "modes", key_heads=2, positions="int64", with_rstd=True),
         _case("batch-sequences", (3, 5, 2, 64), 64, BF16, cache="sequences", positions="int32", to_out=True),
         _case("batch-hf", (2, 6, 3, 64), 32, BF16, key_heads=1, cache="split-sequences", cache_dtype=BF16),
         _case("hf", (6, 3, 64), 64, BF16, cache="split", cache_dtype=BF16, interleaved=True),
         _case("rows-on-8-bytes", (5, 3, 64), 64, BF16, view=(4, 4)),
         _case("rows-on-2-bytes", (5, 3, 64), 48, BF16, "compile", view=(1, 6), key_heads=1),
         _case("rows-on-4-bytes", (5, 3, 64), 64, FP32, view=(1, 2)),
-        _case(
-            "gaps", (2, 5, 3, 128), 128, BF16, "compile", view=(128, 128), to_out=True, key_heads=1, positions="shared"
-        ),
+        _case("gaps", (2, 5, 3, 128), 128, BF16, view=(128, 128), to_out=True, key_heads=1, positions="shared"),
         # Positions outside, NaN and infinity, nothing.
         _case("special", (9, 3, 64), 64, special=True, positions="outside", key_heads=1),
         _case("special-48-of-64", (9, 3, 64), 48, special=True, positions="outside", to_out=True),

@@ -65,14 +65,14 @@ SPEC = OpSpec(
     cases=(
         # Several rows a tile, one; ranges of unequal length; half a vector, idle lanes, several warps, pieces.
         _case("128-of-128", (90, 3, 128), 128, BF16, "compile modes", key_heads=2, positions="int64"),
-        _case("interleaved-64-of-64", (33, 3, 64), 64, BF16, "compile", key_heads=1, interleaved=True),
-        _case("64-of-128", (90, 3, 128), 64, BF16, "compile", positions="int32", seqlen_offset=2, weights=(FP32, FP32)),
+        _case("interleaved-64-of-64", (33, 3, 64), 64, BF16, key_heads=1, interleaved=True),
+        _case("64-of-128", (90, 3, 128), 64, BF16, positions="int32", seqlen_offset=2, weights=(FP32, FP32)),
         _case("24-of-40", (33, 3, 40), 24, BF16),
         _case("16-of-16", (300, 2, 16), 16, BF16, interleaved=True),
         _case("504-of-1032", (4, 3, 1032), 504, BF16, "compile"),
         _case("interleaved-512-of-1040", (4, 2, 1040), 512, BF16, interleaved=True),
         _case("64-of-8200", (2, 2, 8200), 64, BF16, "compile"),
-        _case("128-of-128", (33, 3, 128), 128, FP32, "compile", key_heads=1, positions="outside"),
+        _case("128-of-128", (33, 3, 128), 128, FP32, key_heads=1, positions="outside"),
         _case("64-of-72", (33, 3, 72), 64, FP32),
         _case("512-of-4104", (2, 2, 4104), 512, FP32, "compile"),
         # Weights: none, of query alone, one for each head; buffers to add to.
@@ -80,11 +80,11 @@ SPEC = OpSpec(
         _case("plain-key", (9, 3, 64), 64, weights=(FP32, None), key_heads=2, buffer=FP32),
         _case("gemma", (9, 3, 128), 128, weight_offset=1.0, key_heads=2),
         _case("add-fp32", (9, 3, 128), 128, BF16, "modes", key_heads=2, buffer=FP32),
-        _case("add-bf16", (9, 3, 64), 64, FP32, "compile", buffer=BF16, key_heads=1),
+        _case("add-bf16", (9, 3, 64), 64, FP32, buffer=BF16, key_heads=1),
         _case("weights-of-heads", (90, 3, 128), 128, BF16, weights_of_heads=True, key_heads=2),
-        _case("batch-weights-of-heads", (3, 17, 2, 64), 32, BF16, "compile", weights_of_heads=True, buffer=FP32),
+        _case("batch-weights-of-heads", (3, 17, 2, 64), 32, BF16, weights_of_heads=True, buffer=FP32),
         # Batches, caches, strides.
-        _case("batch", (2, 17, 3, 128), 128, BF16, "compile modes", key_heads=2, positions="int64"),
+        _case("batch", (2, 17, 3, 128), 128, BF16, "modes", key_heads=2, positions="int64"),
         _case("batch-sequences", (3, 5, 2, 64), 64, BF16, cache="sequences", positions="int32"),
         _case("batch-hf", (2, 6, 3, 64), 32, BF16, key_heads=1, cache="split-sequences", cache_dtype=BF16),
         _case("rows-on-8-bytes", (9, 3, 64), 64, BF16, view=(4, 4)),
