@@ -86,7 +86,7 @@ def test_all_numbers_of_tokens_are_covered() -> None:
     """Ops that choose kernels by the number of tokens find theirs among those planned, wherever they change."""
     model = load(EVERY_OP)
     plan = plan_of(model)
-    counts = random.Random(0).sample(range(1, model.max_tokens + 1), 12)
+    counts = random.Random(0).sample(range(1, model.max_tokens + 1), 4)
     for num_tokens in (*counts, 511, 513):
         for _, op, arguments in model.calls(num_tokens):
             with capture(arch_from_name("sm_90a")) as requests:
