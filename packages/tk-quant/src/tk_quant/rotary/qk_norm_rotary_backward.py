@@ -100,7 +100,7 @@ def _qk_norm_rotary_backward_kernel(rot: int, head_dim: int, of: RotarySource, o
             T.annotate_layout({each: layout_of_tile(config) for each in (xs, grads, weights)})
             T.annotate_layout({weight_sums: norm.layout_of_sums(config, pieces)})
             turned_back = T.alloc_shared((rows, head_dim), dtype)
-            factors = norm.Factors(rstds, weights, T.float32(1), weight_offset)
+            weight_at, factors = lambda i: (0, group, True), norm.Factors(rstds, weights, T.float32(1), weight_offset)
             places = steps.Places.of(rows, tokens)
             T.clear(weight_sums)
             for step in T.serial(T.ceildiv(rows_of_group, blocks * rows)):
@@ -120,7 +120,7 @@ def _qk_norm_rotary_backward_kernel(rot: int, head_dim: int, of: RotarySource, o
                         norm.load_rows(x, xs, row_at, options, piece * width)
                     norm.load_rows(turned_back, grads, in_tile, options, piece * width)
                     if options.has_weight:
-                        norm.load_weights(weight, weights, lambda i: (0, group, True), options, piece * width)
+                        norm.load_weights(weight, weights, weight_at, options, piece * width)
                     norm.add_products(xs, grads, factors, partials, options, config)
                 norm.sums_of_rows(partials, sums, lanes)
                 for i in T.Parallel(rows):
@@ -130,7 +130,7 @@ def _qk_norm_rotary_backward_kernel(rot: int, head_dim: int, of: RotarySource, o
                         norm.load_rows(x, xs, row_at, options, piece * width)
                         norm.load_rows(turned_back, grads, in_tile, options, piece * width)
                         if options.has_weight:
-                            norm.load_weights(weight, weights, lambda i: (0, group, True), options, piece * width)
+                            norm.load_weights(weight, weights, weight_at, options, piece * width)
                     norm.gradients(xs, grads, grads, factors, means, weight_sums, piece, options, config)
                     norm.store_rows(xs, x_grad, row_at, options, piece * width)
             if options.has_weight:
