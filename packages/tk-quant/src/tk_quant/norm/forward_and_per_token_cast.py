@@ -99,7 +99,7 @@ def _norm_forward_and_per_token_cast_kernel(
                 steps.add_residual(tile, residual, row_at, options, config)
                 steps.store_rows(tile, residual_out, row_at, options)
             if options.has_weight:
-                steps.load_weights(weight, weights, row_at, options)
+                steps.load_weights(weight, weights, steps.rows_up_to_last(first, num_rows), options)
             steps.rstd_of_rows(tile, rstds, eps, hidden, config)
             if with_rstd:
                 for i in T.Parallel(block_rows):

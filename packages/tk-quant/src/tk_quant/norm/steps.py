@@ -47,6 +47,11 @@ def rows_of_batch(batch: Any, first: Any, num_rows: Any) -> RowAt:
     return lambda i: (batch, first + i, first + i < num_rows)
 
 
+def rows_up_to_last(first: Any, num_rows: Any) -> RowAt:
+    """The rows from `first` on, and past the last one that again: for loads without a test of the row."""
+    return lambda i: (0, T.min(first + i, num_rows - 1), True)
+
+
 def index_of(batch: Any, row: Any, channel: Any) -> tuple[Any, ...]:
     """Index of a channel of a row."""
     return (*batch, row, channel) if isinstance(batch, tuple) else (batch, row, channel)
@@ -85,7 +90,10 @@ def store_rows(tile: T.Buffer, x: T.Buffer, row_at: RowAt, options: NormOptions,
 
 @T.macro
 def load_weights(weight: T.Buffer, tile: T.Buffer, row_at: RowAt, options: NormOptions, first: Any = 0) -> None:
-    """Load the weights of a tile's rows, channels from `first` on, in their own dtype; zeros past the last channel."""
+    """Load the weights of a tile's rows, channels from `first` on, in their own dtype; zeros past the last channel.
+
+    Rows are not tested: with rows of weights, each that `row_at` gives must be one.
+    """
     size, zero = tile.shape[3], T.cast(0, tile.dtype)
     for i, t, g, j in T.Parallel(*tile.shape):
         channel = first + g * size + j
