@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import product
 from pathlib import Path
@@ -19,7 +20,7 @@ import tk_core
 import tk_moe
 from tk_core.arch import arch_from_name
 from tk_core.cli.plan import Plan, ops_called, plan_model
-from tk_core.cli.profile import ModelProfile, load, shipped
+from tk_core.cli.profile import load, shipped
 from tk_core.kernel import KernelRequest, capture
 from tk_core.testing import load_specs
 from tk_ep import LocalGroup
@@ -31,7 +32,9 @@ EVERY_OP, README_MODEL, MODELING_MODEL = (
 READMES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]
 
 
-def plan_of(model: ModelProfile, arch: str = "sm_90a") -> Plan:
+@cache
+def plan_of(name: str, arch: str = "sm_90a") -> Plan:
+    model = load(name)
     called = set(ops_called(model))
     plan = plan_model(model, [arch], called)
     assert not plan.failures
@@ -53,7 +56,7 @@ def missing(requests: list[KernelRequest], plan: Plan) -> list[str]:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
 @pytest.mark.parametrize("name", shipped())
 def test_shipped_profiles(name: str, arch: str) -> None:
-    assert len(plan_of(load(name), arch).jobs) > 70
+    assert len(plan_of(name, arch).jobs) > 70
 
 
 def test_a_profile_can_call_every_op() -> None:
@@ -85,7 +88,7 @@ def test_few_kernels_depend_on_the_number_of_tokens() -> None:
 def test_all_numbers_of_tokens_are_covered() -> None:
     """Ops that choose kernels by the number of tokens find theirs among those planned, wherever they change."""
     model = load(EVERY_OP)
-    plan = plan_of(model)
+    plan = plan_of(EVERY_OP)
     counts = random.Random(0).sample(range(1, model.max_tokens + 1), 4)
     for num_tokens in (*counts, 511, 513):
         for _, op, arguments in model.calls(num_tokens):
@@ -145,7 +148,7 @@ def test_examples_of_the_readmes_are_covered(readme: Path) -> None:
             exec(code, {})
     assert requests
     model = MODELING_MODEL if readme.parent.name == "tk-modeling" else README_MODEL
-    assert not missing(requests, plan_of(load(model)))
+    assert not missing(requests, plan_of(model))
 
 
 def _example(name: str) -> ModuleType:
@@ -164,7 +167,7 @@ def test_the_example_layer_is_covered() -> None:
     with capture(arch_from_name("sm_90a")) as requests:
         example.run_layer(layer, x, example.FULL.topk, example.Stages("", device))
     assert len({request.kernel.name for request in requests}) >= 7
-    assert not missing(requests, plan_of(load("deepseek-v3")))
+    assert not missing(requests, plan_of("deepseek-v3"))
 
 
 class _OneRank:

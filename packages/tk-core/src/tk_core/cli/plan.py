@@ -91,7 +91,7 @@ def plan_model(profile: ModelProfile, archs: Sequence[str], ops: Collection[str]
 def _ask_for_all_counts(plan: Plan, profile: ModelProfile, arch: str, ops: Collection[str]) -> None:
     def kernels_at(num_tokens: int, ops: Collection[str]) -> "dict[str, set[KernelRequest]]":
         found: dict[str, set[KernelRequest]] = defaultdict(set)
-        for name, op, arguments in profile.calls(num_tokens):
+        for name, op, arguments in profile.calls(num_tokens, {op.partition(".")[0] for op in ops}):
             if name in ops:
                 found[name] |= plan.ask(lambda op=op, arguments=arguments: op(**arguments), arch, name)
         return found
