@@ -180,7 +180,7 @@ def test_other_architectures_get_one_program_of_each_kernel_and_none_is_checked_
 ) -> None:
     lowered = []
 
-    def lower(kernel: Kernel, *args: Any) -> SimpleNamespace:
+    def lower(kernel: Kernel, *args: Any, simplified: bool) -> SimpleNamespace:
         lowered.append((args[0], args[-1].name))
         return SimpleNamespace(kernel_source=str(args))
 

@@ -286,20 +286,22 @@ _ROWS_OF_ONE_PASS = ((4864, True), (4096, False), (5888, False))
 @pytest.mark.compile
 @pytest.mark.parametrize(
     ("arch", "rows"),
-    [("sm_90a", (*_ROWS_OF_ONE_PASS, (7936, True))), ("sm_100a", _ROWS_OF_ONE_PASS)],
+    [("sm_90a", (*_ROWS_OF_ONE_PASS, (7936, True))), ("sm_100a", _ROWS_OF_ONE_PASS[-1:])],
     ids=["sm_90a", "sm_100a"],
 )
 def test_no_registers_spill(arch: str, rows: tuple[tuple[int, bool], ...]) -> None:
     """With the most threads of one pass and where registers are fewest; on sm_90a with more threads, in two passes.
 
-    The tiers compile H = 7168, whose kernels leave 16 registers or more; two passes leave 100 on sm_100a.
+    The tiers compile H = 7168, whose kernels leave 16 registers or more; two passes leave 100 on sm_100a, which takes
+    two registers more or fewer for the other rows.
     """
     found: list[KernelRequest] = []
     for hidden, residual in rows:
         with capture(ARCHS[arch]) as requests:
             tk_engram.short_conv(**make(64, 4, hidden, residual=residual, lengths=(24, 40))("meta"))
         found += [request for request in requests if request not in found]
-    for request, usage in zip(found, resource_usages(found, [lower(each.kernel, *each.args) for each in found])):
+    lowered = [lower(each.kernel, *each.args, simplified=False) for each in found]
+    for request, usage in zip(found, resource_usages(found, lowered)):
         assert {function: each.stack_bytes for function, each in usage.items()} == dict.fromkeys(usage, 0), request
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tk_core.arch import arch_from_name
-from tk_core.kernel import Kernel, KernelRequest
-from tk_core.testing.usage import cuobjdump
+from tk_core.kernel import Kernel
+from tk_core.testing.usage import machine_code
 from tk_gemm.blackwell.bf16 import bf16_product_blackwell_kernel
 from tk_gemm.blackwell.fp8 import fp8_product_blackwell_kernel
 from tk_gemm.blackwell.swiglu import fp8_swiglu_product_blackwell_kernel
@@ -25,9 +25,9 @@ FP8 = {
 }
 
 
-def machine_code(kernel: Kernel, args: tuple[Any, ...]) -> str:
+def sass_of(kernel: Kernel, args: tuple[Any, ...]) -> str:
     """What a kernel compiles to, in which no registers are spilled."""
-    sass = cuobjdump(KernelRequest(kernel, (*args, arch_from_name("sm_100a"))).compile(), "--dump-sass")
+    sass, _ = machine_code(kernel, *args, arch_from_name("sm_100a"))
     assert not re.search(r"\b(STL|LDL)\b", sass), "registers were spilled"
     return sass
 
@@ -40,7 +40,7 @@ def num_accesses(sass: str, access: str, num_bits: int) -> int:
 @pytest.mark.parametrize("name", FP8)
 def test_fp8(name: str) -> None:
     kernel, args, num_products, num_stores, num_bits = FP8[name]
-    sass = machine_code(kernel, args)
+    sass = sass_of(kernel, args)
     products = re.findall(r"UTCQMMA[^;]*", sass)
     assert products
     assert len(products) % num_products == 0
@@ -51,7 +51,7 @@ def test_fp8(name: str) -> None:
 
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_bf16(is_transposed: bool) -> None:
-    sass = machine_code(bf16_product_blackwell_kernel, ("dense", BF16, is_transposed, is_transposed, True))
+    sass = sass_of(bf16_product_blackwell_kernel, ("dense", BF16, is_transposed, is_transposed, True))
     products = re.findall(r"UTCHMMA[^;]*", sass)
     # A step is four products of 16 channels, of two operands in shared memory.
     assert products

@@ -246,7 +246,7 @@ _good: set[KernelRequest] = set()
 
 def _check_kernels(requests: Sequence[KernelRequest]) -> None:
     requests = [request for request in requests if request not in _good]
-    lowered = [lower(request.kernel, *request.args) for request in requests]
+    lowered = [lower(request.kernel, *request.args, simplified=False) for request in requests]
     for request, usage in zip(requests, _usages(requests, lowered)):
         _check_usage(request, usage)
         _good.add(request)
