@@ -89,7 +89,7 @@ SPEC = OpSpec(
     compare=compare,
     mutates=("out",),
     cases=(
-        Case("e256-k6-t9", make(9, 256, 6), small=True, modes=True, compile=True),
+        Case("e256-k6-t9", make(9, 256, 6), small=True, modes=True),
         Case(
             "e256-k6-t32-sums",
             make(32, 256, 6, routing="none", mask=True, num_seqs=4, out=True),

@@ -63,7 +63,7 @@ SPEC = OpSpec(
     op=tk_moe.topk_gate,
     cases=(
         # One, several and 32 scores per lane, in vectors of 4, 2 and 1; lanes without any.
-        Case("e256-k8-t9", make(9, 256, 8), small=True, modes=True, compile=True),
+        Case("e256-k8-t9", make(9, 256, 8), small=True, modes=True),
         Case("e13-k3-t17", make(17, 13, 3), small=True, compile=True),
         Case("e66-k6-t5", make(5, 66, 6), small=True),
         Case("e72-k6-t33", make(33, 72, 6), small=True),
