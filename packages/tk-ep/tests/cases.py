@@ -3,8 +3,9 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -434,6 +435,28 @@ def graphs(here: Here) -> None:
     buffer.destroy()
 
 
+def split_calls() -> AbstractContextManager[object]:
+    """Dispatches are split, whatever their bytes."""
+    return mock.patch("tk_ep.symmetric.rank.SPLIT_BYTES", 0)
+
+
+def in_split_calls(here: Here) -> None:
+    """Where a rank copies its own tokens beside what it sends: results, streams, events, graphs."""
+    with split_calls():
+        random_routings(here, 72)
+        streams_and_events(here)
+        graphs(here)
+
+
+def split_on_some_ranks(here: Here) -> None:
+    """Ranks need not agree on it."""
+    buffer = make_buffer(here, 9, num_topk=5)
+    for seed in range(36):
+        with split_calls() if (seed + here.rank) % 2 else nullcontext():
+            compare_random(here, buffer, seed)
+    buffer.destroy()
+
+
 def nothing_is_captured(here: Here) -> None:
     """The collective backend, and calls without routing, refuse to be captured."""
     buffer = make_buffer(here)
@@ -491,6 +514,12 @@ def lose_rank_1(here: Here, how: Callable[[], None]) -> None:
 def rank_1_is_killed(here: Here) -> None:
     """A rank that is gone without a word."""
     lose_rank_1(here, lambda: os._exit(9))
+
+
+def rank_1_is_killed_in_split_calls(here: Here) -> None:
+    """The same where the others wait for its counts first."""
+    with split_calls():
+        lose_rank_1(here, lambda: os._exit(9))
 
 
 def rank_1_raises(here: Here) -> None:

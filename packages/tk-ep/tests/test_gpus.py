@@ -20,9 +20,11 @@ ON_ONE = (
     cases.equal_bits_in_all_runs,
     cases.streams_and_events,
     cases.graphs,
+    cases.in_split_calls,
 )
 ON_SEVERAL = (
     *ON_ONE,
+    cases.split_on_some_ranks,
     cases.rank_1_is_waited_for,
     cases.bad_arguments_of_one_rank,
     cases.faults_of_the_constructor,
@@ -77,3 +79,9 @@ def test_nccl(num_gpus: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["symmetric", "collective"])
 def test_a_lost_rank(case: Case, backend: str, num_gpus: int, tmp_path: Path) -> None:
     run_on_gpus((case,), num_gpus, tmp_path, backend, ended=(1,))
+
+
+@pytest.mark.gpu(gib=3)
+@pytest.mark.parametrize("num_gpus", SEVERAL)
+def test_a_lost_rank_in_split_calls(num_gpus: int, tmp_path: Path) -> None:
+    run_on_gpus((cases.rank_1_is_killed_in_split_calls,), num_gpus, tmp_path, "symmetric", ended=(1,))

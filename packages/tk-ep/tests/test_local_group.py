@@ -15,9 +15,11 @@ from tk_core.kernel import capture, recorded_launches
 from tk_core.testing import assert_equal, poisoned_allocations
 from tk_core.testing.trees import transfer
 from tk_core.testing.usage import lower, resource_usages
-from tk_ep import EPTimeoutError, LocalGroup, reference
+from tk_ep import EPHandle, EPTimeoutError, LocalGroup, reference
 from tk_ep.all_ranks import combine_requests, dispatch_requests
+from tk_ep.check import DispatchRequest, DispatchResult
 from tk_ep.handle import Place
+from tk_ep.symmetric import rank as rank_module
 from tk_ep.symmetric.rank import Rank
 
 from .compare import HIDDEN, OfGroup, compare
@@ -39,6 +41,13 @@ def routing_of(num_ranks: int, seed: int, alignment: int, most: int = 40) -> Rou
     counts = [most, 0, *(int(torch.randint(0, most, (), generator=generator)) for _ in range(num_ranks))]
     idx = [choose(generator, count, 6, 4 * num_ranks) for count in counts[:num_ranks]]
     return Routing(4 * num_ranks, most, alignment, idx)
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "split"])
+def split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether dispatches are split, whatever their bytes."""
+    monkeypatch.setattr(rank_module, "SPLIT_BYTES", 0 if request.param else 2**62)
+    return request.param
 
 
 # ---- arguments
@@ -154,6 +163,7 @@ def test_compile() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("do_expand", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+@pytest.mark.usefixtures("split")
 def test_calls(num_ranks: int, do_expand: bool, kind: str) -> None:
     """Alignments, exact and largest sizes, layouts of factors, zeroed padding, biases; several calls on one group."""
     group = make_group(num_ranks, allow_multiple_reduction=num_ranks != 4)
@@ -189,6 +199,7 @@ def extremes() -> dict[str, tuple[int, list[Tensor]]]:
 @pytest.mark.parametrize("reduce", [True, False])
 @pytest.mark.parametrize("do_expand", [False, True])
 @pytest.mark.parametrize("name", list(extremes()))
+@pytest.mark.usefixtures("split")
 def test_extremes(name: str, do_expand: bool, reduce: bool) -> None:
     num_experts, topk_idx = extremes()[name]
     group = make_group(2, allow_multiple_reduction=reduce)
@@ -212,6 +223,7 @@ def test_more_ranks_than_slots(reduce: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("reduce", [True, False])
+@pytest.mark.usefixtures("split")
 def test_an_expert_twice_in_a_token(reduce: bool) -> None:
     """Each slot has a row while there are rows; the others' are left out."""
     group = make_group(2, 4, allow_multiple_reduction=reduce)
@@ -222,8 +234,8 @@ def test_an_expert_twice_in_a_token(reduce: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_random_routings() -> None:
-    """200 on two groups, with sizes, areas and layouts that change from call to call."""
+def test_random_routings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 on two groups, with sizes, areas and layouts that change from call to call; some are split."""
     groups = [make_group(3, num_bytes=4 << 20, allow_multiple_reduction=reduce) for reduce in (True, False)]
     generator = torch.Generator().manual_seed(8)
     for seed in range(200):
@@ -232,12 +244,14 @@ def test_random_routings() -> None:
         idx = [choose(generator, count, 4, 12) for count in counts]
         routing = Routing(12, most, 1 + seed % 5, idx)
         options = {"do_expand": seed % 3 > 0, "do_cpu_sync": (None, False)[seed // 3 % 2]}
+        monkeypatch.setattr(rank_module, "SPLIT_BYTES", 0 if seed // 5 % 2 else 2**62)
         with poisoned_allocations():
             compare(OfGroup(groups[seed // 2 % 2]), routing, seed, **options)
 
 
 @pytest.mark.gpu(gib=3)
 @pytest.mark.parametrize("reduce", [True, False])
+@pytest.mark.usefixtures("split")
 def test_model_shape(reduce: bool) -> None:
     """Many warps and blocks at work on long rows; tokens enough for several parts of `route`."""
     generator = torch.Generator().manual_seed(6)
@@ -279,6 +293,7 @@ def test_equal_bits_in_all_runs() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("split")
 def test_cuda_graph() -> None:
     """Replays, with other tokens and routings in the captured inputs, in turn with eager calls on the same group."""
     group, options = make_group(2), {"num_experts": 8, "do_cpu_sync": False, "do_expand": True, "do_zero_padding": True}
@@ -319,45 +334,53 @@ def test_cuda_graph() -> None:
 # ---- ranks that wait
 
 
-def two_ranks(timeout_secs: float) -> list[Rank]:
+def two_ranks(timeout_secs: float, beside: bool = False) -> list[Rank]:
     """Virtual ranks, to be called one by one."""
     device = torch.device("cuda", 0)
     buffers = tuple(torch.zeros((1 << 17, 4), dtype=torch.int32, device=device) for _ in range(2))
-    group = object()
-    return [Rank(Place(group, rank, 2, device), buffers, 2 << 20, 24, timeout_secs) for rank in range(2)]
+    places = [Place("two", rank, 2, device) for rank in range(2)]
+    streams = [torch.cuda.Stream() if beside else None for _ in places]
+    return [Rank(place, buffers, 2 << 20, 24, timeout_secs, stream) for place, stream in zip(places, streams)]
+
+
+def dispatches_of(ranks: list[Rank], seed: int, **options: Any) -> list[DispatchRequest]:
+    """A dispatch of two ranks, of which the first has 40 tokens, the second none or, for odd seeds, 23."""
+    generator = torch.Generator().manual_seed(seed)
+    routing = Routing(8, 40, 1, [choose(generator, count, 6, 8) for count in (40, 23 * (seed % 2))])
+    x, idx, w = transfer((tokens(routing, HIDDEN, seed), routing.topk_idx, weights(routing, seed)), "cuda")
+    lists = {"x": x, "topk_idx": idx, "topk_weights": w, "cumulative_local_expert_recv_stats": None, "handle": None}
+    return dispatch_requests([each.place for each in ranks], 40, lists, {"num_experts": 8} | options)
+
+
+def all_zero(handle: EPHandle) -> bool:
+    """Whether a handle has no tokens."""
+    counts = [getattr(handle, f"psum_num_recv_tokens_per_{name}") for name in ("scaleup_rank", "expert")]
+    counts.append(handle.num_unaligned_recv_tokens_per_expert)
+    return (handle.recv_src_metadata == -1).all() and not any(each.any() for each in counts)
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("split")
 def test_a_rank_that_does_not_come() -> None:
     """The other's waits end at their limit, its results say so, and later calls do not wait again."""
     ranks = two_ranks(0.05)
     places = [each.place for each in ranks]
-    routing = routing_of(2, 1, 1)
-    x, idx, w = transfer((tokens(routing, HIDDEN), routing.topk_idx, weights(routing)), "cuda")
-    lists = {"x": x, "topk_idx": idx, "topk_weights": w, "cumulative_local_expert_recv_stats": None, "handle": None}
-
-    def requests(**options: Any) -> list:
-        return dispatch_requests(places, 40, lists, {"num_experts": 8, "do_cpu_sync": False} | options)
-
-    both = requests()
+    both = dispatches_of(ranks, 2, do_cpu_sync=False)
     calls = [rank.push_tokens(request) for rank, request in zip(ranks, both)]
     for rank, call in zip(ranks, calls):
-        rank.count(call)
+        rank.count(call, 1.0)
     handles = [rank.receive(call).handle for rank, call in zip(ranks, calls)]
     torch.cuda.synchronize()
     for rank in ranks:
         rank.check()
 
     call = ranks[0].push_tokens(both[0])
-    ranks[0].count(call)
+    ranks[0].count(call, 1.0)
     with poisoned_allocations():
         result = ranks[0].receive(call)
     torch.cuda.synchronize()
     assert (result.recv_topk_idx == -1).all()
-    assert (result.handle.recv_src_metadata == -1).all()
-    for name in ("scaleup_rank", "expert"):
-        assert not getattr(result.handle, f"psum_num_recv_tokens_per_{name}").any()
-    assert not result.handle.num_unaligned_recv_tokens_per_expert.any()
+    assert all_zero(result.handle)
     with pytest.raises(EPTimeoutError, match=r"dispatch: rank 0 waited 0.05 s for rank 1, which is 1 calls behind"):
         ranks[0].check()
     ranks[1].check()
@@ -375,6 +398,76 @@ def test_a_rank_that_does_not_come() -> None:
         out = ranks[0].sum(call).combined_x
     assert out.isnan().all()
     assert time.monotonic() - start < 0.5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("do_expand", [False, True])
+def test_a_rank_that_tells_counts_and_no_more(do_expand: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other has received its own tokens by then: its results have none all the same."""
+    monkeypatch.setattr(rank_module, "SPLIT_BYTES", 0)
+    ranks = two_ranks(0.05)
+    both = dispatches_of(ranks, 1, do_cpu_sync=False, do_expand=do_expand)
+    call = ranks[0].push_tokens(both[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(rank_module, "push_tokens_kernel", lambda *_: lambda *_: None)
+        ranks[1].push_tokens(both[1])
+    ranks[0].count(call, 1.0)
+    torch.cuda.synchronize()
+    ranks[0].check()
+    assert call.psum_per_rank[1] > call.psum_per_rank[0] > 0
+    with poisoned_allocations():
+        result = ranks[0].receive(call)
+    torch.cuda.synchronize()
+    assert all_zero(result.handle)
+    if do_expand:
+        assert (result.handle.pos_to_expert == -1).all()
+        assert not result.recv_topk_weights.any()
+    else:
+        assert (result.recv_topk_idx == -1).all()
+    with pytest.raises(EPTimeoutError, match=r"dispatch: rank 0 waited 0.05 s for rank 1, which is 1 calls behind"):
+        ranks[0].check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sync", [None, False])
+def test_ranks_that_wait_for_each_other(sync: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split on one rank, with a stream beside the rank's, and not on the other: results are those of ranks in turn."""
+    ranks, in_turn = two_ranks(20.0, beside=True), two_ranks(20.0)
+    streams = [torch.cuda.Stream() for _ in ranks]
+
+    def dispatch(ranks: list[Rank], seed: int, own_streams: bool) -> list[DispatchResult]:
+        calls, results = [], []
+        with poisoned_allocations():
+            requests = dispatches_of(ranks, seed, do_cpu_sync=sync, do_expand=seed % 2 == 0)
+            torch.cuda.synchronize()
+            of_ranks = streams if own_streams else [torch.cuda.current_stream()] * 2
+            for each, request, stream in zip(ranks, requests, of_ranks):
+                monkeypatch.setattr(
+                    rank_module, "SPLIT_BYTES", 0 if own_streams and each.place.rank == seed % 2 else 2**62
+                )
+                with torch.cuda.stream(stream):
+                    calls.append(each.push_tokens(request))
+            for each, call, stream in zip(ranks, calls, of_ranks):
+                with torch.cuda.stream(stream):
+                    each.count(call, 20.0)
+            for each, call, stream in zip(ranks, calls, of_ranks):
+                with torch.cuda.stream(stream):
+                    results.append(each.receive(call))
+            torch.cuda.synchronize()
+        return results
+
+    for seed in range(8):
+        got, want = dispatch(ranks, seed, own_streams=True), dispatch(in_turn, seed, own_streams=False)
+        for mine, theirs in zip(got, want):
+            end = int(theirs.handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+            if theirs.handle.do_expand:
+                end = int(theirs.handle.psum_num_recv_tokens_per_expert[-1])
+            assert_equal(mine.recv_x[:end], theirs.recv_x[:end])
+            assert_equal(mine.recv_topk_weights[:end], theirs.recv_topk_weights[:end])
+            assert_equal(mine.handle.recv_src_metadata, theirs.handle.recv_src_metadata)
+            assert_equal(mine.handle.dst_buffer_slot_idx, theirs.handle.dst_buffer_slot_idx)
+    for each in (*ranks, *in_turn):
+        each.check()
 
 
 @pytest.mark.gpu

@@ -97,10 +97,7 @@ class LocalGroup:
         # No rank waits before all have sent.
         calls = [rank.push_tokens(request) for rank, request in zip(self._ranks, requests)]
         for rank, call in zip(self._ranks, calls):
-            rank.count(call)
-        if requests[0].do_cpu_sync:
-            for rank in self._ranks:
-                rank.wait_on_host("dispatch", _TIMEOUT_SECS)
+            rank.count(call, _TIMEOUT_SECS)
         return dispatched([rank.receive(call) for rank, call in zip(self._ranks, calls)])
 
     @torch.no_grad()

@@ -93,7 +93,7 @@ def dispatch(
     num_tokens = len(x[0] if isinstance(x, tuple) else x)
     (request,) = dispatch_requests([rank.place], max(num_tokens, 1), _of_one_rank(given), options)
     started = rank.push_tokens(request)
-    rank.count(started)
+    rank.count(started, 1.0)
     return rank.receive(started).handle
 
 

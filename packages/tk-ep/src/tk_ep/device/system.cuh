@@ -17,6 +17,19 @@ __device__ __forceinline__ void tk_store_relaxed(int* address, int value) {
   asm volatile("st.relaxed.sys.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// An epoch and a value travel in one word of 8 bytes, so that nothing has to order them.
+__device__ __forceinline__ void tk_tell(int* address, int epoch, int value) {
+  unsigned long long told = static_cast<unsigned long long>(static_cast<unsigned int>(value)) << 32;
+  told |= static_cast<unsigned int>(epoch);
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(told) : "memory");
+}
+
+__device__ __forceinline__ long long tk_load_told(const int* address) {
+  long long told;
+  asm volatile("ld.relaxed.sys.global.s64 %0, [%1];" : "=l"(told) : "l"(address) : "memory");
+  return told;
+}
+
 __device__ __forceinline__ void tk_fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // What the block has written, on any GPU, is visible to the block that takes the last ticket, and to whom that signals.

@@ -26,6 +26,21 @@ def store_relaxed(address: Any, value: Any) -> Any:
     return _SYSTEM.call("void", "tk_store_relaxed", address, value)
 
 
+def tell(address: Any, epoch: Any, value: Any) -> Any:
+    """Store two int32 at once, at a multiple of 8 bytes."""
+    return _SYSTEM.call("void", "tk_tell", address, epoch, value)
+
+
+def load_told(address: Any) -> Any:
+    """What `tell` stored: an int64 with the epoch in its low half, the value in its high half."""
+    return _SYSTEM.call("int64", "tk_load_told", address)
+
+
+def nanoseconds() -> Any:
+    """The GPU's clock, int64."""
+    return _SYSTEM.call("int64", "tk_nanoseconds")
+
+
 def fence_system() -> Any:
     """Order all that is visible to this thread before the stores that follow, for all GPUs and the host."""
     return _SYSTEM.call("void", "tk_fence_system")

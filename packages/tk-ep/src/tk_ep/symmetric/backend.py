@@ -95,17 +95,14 @@ class SymmetricBackend:
             )
             # Nobody writes before all have zeroed.
             gather(place, "ElasticBuffer", torch.zeros(1), limit)
-        self._rank: Rank | None = Rank(place, buffers, num_bytes, num_sms, gpu_timeout_secs)
+        beside = torch.cuda.Stream(place.device)
+        self._rank: Rank | None = Rank(place, buffers, num_bytes, num_sms, gpu_timeout_secs, beside)
 
     def dispatch(self, request: DispatchRequest) -> DispatchResult:
         """See `tk_ep.backend.Backend`."""
         self._rank.check()
         call = self._rank.push_tokens(request)
-        self._rank.count(call)
-        if request.do_cpu_sync:
-            self._rank.wait_on_host("dispatch", self._limit)
-        if request.previous_event_before_epilogue is not None:
-            request.previous_event_before_epilogue.current_stream_wait()
+        self._rank.count(call, self._limit)
         return self._rank.receive(call)
 
     def combine(self, request: CombineRequest) -> CombineResult:

@@ -1,6 +1,6 @@
 """What is where in a rank's buffer, which all ranks write into.
 
-    flags           64 KiB: epochs in words of 4 bytes, and the counts that ranks send before receiving
+    flags           64 KiB: epochs in words of 4 bytes, and the counts that ranks tell before they send
     dispatched      rows of other ranks' tokens, row source · T + index: data | factors | token, experts, weights
     …
     combined        rows that come back, up to the end, row place · T + token: values | weights, and which slots
@@ -12,7 +12,7 @@ number of the rank that sends a row back, or where tokens have fewer slots than 
 travels, a slot.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tk_core.math import ceil_div
 from tk_ep.sizes import FLAG_BYTES, MAX_RANKS, ROW_UNIT, combine_row_bytes, dispatch_row_bytes
@@ -32,7 +32,8 @@ TICKET = 72
 """Thread blocks of the running kernel that are done."""
 FAILED = 73
 COUNTS = 128
-"""For each source L counts of pairs, then the number of its tokens."""
+"""Of dispatches of even and odd epochs, as a rank may tell the next counts before all have read these: for each source
+L counts of pairs, then the number of its tokens, each in two words behind its epoch."""
 SLOTS = 128
 """Instead of counts, where a buffer serves sends: for each slot four times a word for each rank."""
 FILLED, FREED, SENT, RECEIVED = range(4)
@@ -42,6 +43,11 @@ FILLED, FREED, SENT, RECEIVED = range(4)
 def flag_of(first: int, op: int) -> int:
     """The first of an op's words for all ranks."""
     return first + op * MAX_RANKS
+
+
+def counts_of(epoch: Any, source: Any, num_ranks: int, num_local_experts: int) -> Any:
+    """The first word of what a source tells of its counts."""
+    return COUNTS + 2 * ((epoch & 1) * num_ranks + source) * (num_local_experts + 1)
 
 
 def flag_of_slot(slot: int, kind: int) -> int:
@@ -62,11 +68,6 @@ class TokenRow(NamedTuple):
     def size(self) -> int:
         """Units of a row."""
         return sum(self)
-
-    @property
-    def tail(self) -> int:
-        """Units of all but the data."""
-        return self.sf + self.facts
 
 
 def token_row(x_bytes: int, sf_bytes: int, num_topk: int) -> TokenRow:

@@ -3,11 +3,15 @@
     dispatch    push (route, push_tokens) → count (wait_for_counts) → receive (receive_tokens, transpose_factors)
     combine     push (push_rows) → wait → sum (sum_rows)
 
+A dispatch of many bytes is split: ranks tell counts before they send, so a rank copies its own tokens, on a stream of
+its own, while others' are on their way, then waits for these and copies them, too. Ranks need not agree on it.
+
 All kernels of a call are compiled and loaded before the first is launched: until then no peer waits for this rank.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -20,6 +24,7 @@ from tk_core.math import align
 from tk_core.num_sms import get_num_sms
 from tk_ep.check import CombineRequest, CombineResult, DispatchRequest, DispatchResult
 from tk_ep.errors import EPTimeoutError
+from tk_ep.events import EventHandle
 from tk_ep.handle import Place
 from tk_ep.sizes import FLAG_BYTES, MAX_EXPERTS
 from tk_ep.symmetric import memory
@@ -39,6 +44,8 @@ from tk_ep.symmetric.wait import wait_for_counts_kernel, wait_kernel
 
 Launch = Callable[..., None]
 _MAX_INT32 = 2**31 - 1
+SPLIT_BYTES = 8 << 20
+"""Dispatches of at least so many bytes of a rank are split: of fewer, the launches more cost what is gained."""
 MAX_BYTES = memory.UNIT << 31
 """A buffer has to be smaller: kernels count its units in int32."""
 
@@ -48,18 +55,44 @@ class Dispatch(NamedTuple):
 
     request: DispatchRequest
     sizes: Sizes
+    is_split: bool
+    routed: EventHandle | None
+    """Where a split call's own tokens can be copied, beside what follows; None if not beside it"""
     count: Launch
     receive: Launch
     transpose: Launch | None
     """What writes scale factors by columns, if they are asked for"""
+    inputs: list[Tensor]
+    """The rank's tokens, as kernels take them"""
+    num_blocks: int
+    """That send"""
     topk_idx: Tensor
     """For the handle"""
-    dst_slots: Tensor
     psum_per_rank: Tensor
     psum_per_expert: Tensor
     num_unaligned: Tensor
     first_rows: Tensor | None
     """int32 (R, L): where the rows of each source's pairs begin; None with a handle"""
+
+
+class Received(NamedTuple):
+    """What a dispatch writes: of each tensor a row at least."""
+
+    num_tokens: int
+    num_rows: int
+    sizes_of_experts: list[int]
+    metadata: Tensor
+    x: Tensor
+    sf: Tensor | None
+    idx: Tensor | None
+    weights: Tensor | None
+    pos_to_expert: Tensor | None
+
+    def arguments(self, first_rows: Tensor | None) -> list[Tensor]:
+        """As receive_tokens takes them: see received.Outputs."""
+        optional = [*_factors(self.sf, 0 if self.sf is None else self.sf.shape[1]), self.idx, *_words(self.weights)]
+        optional += [first_rows, self.pos_to_expert]
+        return [self.metadata, self.x.view(torch.int32), *(each for each in optional if each is not None)]
 
 
 class Combine(NamedTuple):
@@ -80,10 +113,17 @@ class Rank:
         num_bytes: what calls may take of a buffer.
         num_sms: thread blocks that send, where a call does not say.
         timeout_secs: how long a kernel waits for other ranks.
+        beside: a stream for what can go on beside a call; None: it goes on in turn.
     """
 
     def __init__(
-        self, place: Place, buffers: tuple[Tensor, ...], num_bytes: int, num_sms: int, timeout_secs: float
+        self,
+        place: Place,
+        buffers: tuple[Tensor, ...],
+        num_bytes: int,
+        num_sms: int,
+        timeout_secs: float,
+        beside: torch.cuda.Stream | None = None,
     ) -> None:
         self.place = place
         self._buffers = buffers
@@ -91,6 +131,7 @@ class Rank:
         self._num_bytes = num_bytes
         self._num_sms = num_sms
         self._timeout_secs = timeout_secs
+        self._beside_stream = beside
         pinned = partial(torch.zeros, dtype=torch.int32, pin_memory=place.device.type == "cuda")
         self._failure, self._counts = pinned(8), pinned(2 + MAX_EXPERTS)
         # See arguments.ranks: of kernels that never wait, and of those that do.
@@ -125,10 +166,9 @@ class Rank:
             return torch.empty(shape, dtype=torch.int32, device=device)
 
         num_tokens, most = len(request.x), request.num_max_tokens_per_rank
-        routing, topk_idx = [], request.topk_idx
+        topk_idx = request.topk_idx
         if handle is None:
             slots, dst_slots = new(max(num_tokens, 1), num_topk), new(max(num_tokens, 1), num_topk)
-            routing = [new(request.num_experts + num_ranks)]
             num_blocks, groups_each = parts(num_tokens, num_topk, get_num_sms(device))
             numbers = RouteNumbers(
                 num_tokens=num_tokens,
@@ -138,7 +178,7 @@ class Rank:
                 groups_each=groups_each,
             )
             copies = [torch.empty_like(_with_a_row(topk_idx))] if request.do_handle_copy else []
-            route(_with_a_row(topk_idx), slots, dst_slots, *routing, *numbers, *copies)
+            route(_with_a_row(topk_idx), slots, dst_slots, *self._ranks, *numbers, *copies)
             topk_idx = copies[0][:num_tokens] if copies else topk_idx
             num_local = request.num_local_experts
             counts = new(num_ranks), new(num_local), new(num_local), new(num_ranks, num_local)
@@ -146,14 +186,45 @@ class Rank:
             slots, dst_slots = _with_a_row(handle.topk_idx), _with_a_row(handle.dst_buffer_slot_idx)
             psum_per_expert = handle.psum_num_recv_tokens_per_expert
             counts = handle.psum_num_recv_tokens_per_scaleup_rank, psum_per_expert, None, None
+        inputs = [_aligned(request.x).view(torch.int32), slots, dst_slots]
+        inputs += [*_factors(request.sf, num_factors), *_words(request.topk_weights)]
+        is_split = request.x.nbytes >= SPLIT_BYTES
+        routed = EventHandle() if is_split and self._beside_stream is not None else None
         num_blocks = min(request.num_sms or self._num_sms, get_num_sms(device))
-        optional = [*_factors(request.sf, num_factors), *_words(request.topk_weights), *routing]
-        x = _aligned(request.x).view(torch.int32)
-        push(x, slots, dst_slots, num_tokens, num_blocks, *self._waiting, *optional)
-        return Dispatch(request, sizes, count, receive, transpose, topk_idx, dst_slots[:num_tokens], *counts)
+        push(num_tokens, num_blocks, *self._waiting, *inputs)
+        return Dispatch(
+            request, sizes, is_split, routed, count, receive, transpose, inputs, num_blocks, topk_idx, *counts
+        )
 
-    def count(self, call: Dispatch) -> None:
-        """Wait for all ranks' tokens on the GPU, and count them unless a handle has the counts."""
+    @contextmanager
+    def _beside(self, call: Dispatch) -> Iterator[None]:
+        """Launch beside what the call has launched since its tokens were routed, and before what it launches later.
+
+        Tensors for it are made in it, or before tokens were routed: torch may fill new ones, on the current stream.
+        """
+        if call.routed is None:
+            yield
+            return
+        try:
+            with torch.cuda.stream(self._beside_stream):
+                call.routed.current_stream_wait()
+                yield
+        finally:
+            torch.cuda.current_stream().wait_stream(self._beside_stream)
+
+    def count(self, call: Dispatch, limit: float) -> None:
+        """Wait for all ranks' counts on the GPU, which a handle has, and for their tokens if the call is not split.
+
+        If results have exact sizes the host waits, too, at most `limit` seconds. Raises EPTimeoutError.
+        """
+        if call.is_split and call.request.handle is not None:
+            return
+        with self._beside(call):
+            self._await_others(call, with_rows=not call.is_split, with_host=call.request.do_cpu_sync)
+            if call.request.do_cpu_sync:
+                self.wait_on_host("dispatch", limit)
+
+    def _await_others(self, call: Dispatch, with_rows: bool, with_host: bool) -> None:
         request = call.request
         if request.handle is not None:
             call.count(*self._waiting)
@@ -162,9 +233,10 @@ class Rank:
             num_max_tokens=request.num_max_tokens_per_rank,
             alignment=request.expert_alignment,
             num_rows=_MAX_INT32 if request.do_cpu_sync else request.max_expanded_rows,
+            awaits_rows=int(with_rows),
         )
         counts = call.psum_per_rank, call.psum_per_expert, call.num_unaligned, call.first_rows
-        host_counts = self._counts.data_ptr() if request.do_cpu_sync else 0
+        host_counts = self._counts.data_ptr() if with_host else 0
         stats = () if request.stats is None else (request.stats,)
         call.count(*counts, host_counts, *self._waiting, *numbers, *stats)
 
@@ -180,10 +252,70 @@ class Rank:
         self.check()
 
     def receive(self, call: Dispatch) -> DispatchResult:
-        """Copy what has arrived to new tensors."""
+        """Copy the rank's own tokens, and what has arrived, to new tensors."""
         request, handle = call.request, call.request.handle
-        num_topk = call.sizes.num_topk
-        sizes_of_experts = []
+        num_sms = get_num_sms(self.place.device)
+        with self._beside(call):
+            got = self._new_results(call)
+            numbers = ReceiveNumbers(
+                num_own_tokens=len(request.x),
+                num_tokens=got.num_tokens,
+                num_rows=got.num_rows,
+                num_max_tokens=request.num_max_tokens_per_rank,
+                alignment=request.expert_alignment,
+                num_blocks=num_sms,
+                takes_own=1,
+                takes_others=1,
+            )
+            psums, tensors = (call.psum_per_rank, call.psum_per_expert), (*call.inputs, *got.arguments(call.first_rows))
+
+            def take(numbers: ReceiveNumbers) -> None:
+                call.receive(*psums, *self._ranks, *numbers, *tensors)
+
+            if request.previous_event_before_epilogue is not None:
+                request.previous_event_before_epilogue.current_stream_wait()
+            if call.is_split:
+                # On the SMs that sending leaves, if these are most.
+                left = num_sms - call.num_blocks
+                take(numbers._replace(takes_others=0, num_blocks=left if 2 * left >= num_sms else num_sms))
+            else:
+                take(numbers)
+        if call.is_split:
+            self._await_others(call, with_rows=True, with_host=False)
+            take(numbers._replace(takes_own=0))
+        rows, recv_sf, weights = got.num_rows if request.do_expand else got.num_tokens, got.sf, got.weights
+        if call.transpose is not None:
+            recv_sf = got.sf.new_empty_strided(got.sf.shape, (1, align(rows, 4)))
+            counts = call.psum_per_expert if request.do_expand else call.psum_per_rank
+            call.transpose(got.sf.view(torch.int32), recv_sf.view(torch.int32), counts, request.expert_alignment)
+            if call.routed is not None and not torch.cuda.is_current_stream_capturing():
+                got.sf.record_stream(torch.cuda.current_stream())
+        if weights is not None:
+            weights = weights[:rows, 0] if request.do_expand else weights[:rows]
+        if handle is None:
+            handle = request.new_handle(
+                call.topk_idx,
+                num_recv_tokens=got.num_tokens,
+                num_expanded_tokens=got.num_rows,
+                num_recv_tokens_per_expert_list=got.sizes_of_experts,
+                psum_num_recv_tokens_per_scaleup_rank=call.psum_per_rank,
+                psum_num_recv_tokens_per_expert=call.psum_per_expert,
+                num_unaligned_recv_tokens_per_expert=call.num_unaligned,
+                recv_src_metadata=got.metadata[: got.num_tokens],
+                dst_buffer_slot_idx=call.inputs[2][: len(request.x)],
+                pos_to_expert=None if got.pos_to_expert is None else got.pos_to_expert[: got.num_rows],
+            )
+        return DispatchResult(
+            got.x[:rows],
+            None if recv_sf is None else recv_sf[:rows],
+            None if got.idx is None else got.idx[: got.num_tokens],
+            weights,
+            handle,
+        )
+
+    def _new_results(self, call: Dispatch) -> Received:
+        request, handle = call.request, call.request.handle
+        num_topk, sizes_of_experts = call.sizes.num_topk, []
         if handle is not None:
             num_tokens, num_rows = handle.num_recv_tokens, handle.num_expanded_tokens
         elif request.do_cpu_sync:
@@ -195,60 +327,23 @@ class Rank:
         def new(count: int, *columns: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty((max(count, 1), *columns), dtype=dtype, device=self.place.device)
 
-        x = request.x
-        recv_x = new(rows, x.shape[1], dtype=x.dtype)
-        metadata = new(num_tokens, 2 + num_topk) if handle is None else _with_a_row(handle.recv_src_metadata)
-        optional, recv_sf, recv_idx, weights, pos_to_expert = [], None, None, None, None
-        if request.sf is not None:
-            recv_sf = request.sf.new_empty((max(rows, 1), request.sf.shape[1]))
-            optional += _factors(recv_sf, request.sf.shape[1])
+        idx = weights = pos_to_expert = None
         if not request.do_expand:
-            recv_idx = new(num_tokens, num_topk, dtype=request.topk_idx.dtype)
-            optional.append(recv_idx)
+            idx = new(num_tokens, num_topk, dtype=request.topk_idx.dtype)
+        elif handle is None:
+            pos_to_expert = new(num_rows)
         if request.topk_weights is not None:
             weights = new(rows, 1 if request.do_expand else num_topk, dtype=torch.float32)
-            optional += _words(weights)
-        if handle is None:
-            optional.append(call.first_rows)
-            if request.do_expand:
-                pos_to_expert = new(num_rows)
-                optional.append(pos_to_expert)
-        numbers = ReceiveNumbers(
-            num_own_tokens=len(x),
-            num_tokens=num_tokens,
-            num_rows=num_rows,
-            num_max_tokens=request.num_max_tokens_per_rank,
-            alignment=request.expert_alignment,
-            num_blocks=get_num_sms(self.place.device),
-        )
-        inputs = _aligned(x).view(torch.int32), call.psum_per_rank, call.psum_per_expert
-        call.receive(*inputs, *self._ranks, *numbers, metadata, recv_x.view(torch.int32), *optional)
-        if call.transpose is not None:
-            by_rows, num_factors = recv_sf.view(torch.int32), recv_sf.shape[1]
-            recv_sf = recv_sf.new_empty_strided((len(recv_sf), num_factors), (1, align(rows, 4)))
-            counts = call.psum_per_expert if request.do_expand else call.psum_per_rank
-            call.transpose(by_rows, recv_sf.view(torch.int32), counts, request.expert_alignment)
-        if weights is not None:
-            weights = weights[:rows, 0] if request.do_expand else weights[:rows]
-        if handle is None:
-            handle = request.new_handle(
-                call.topk_idx,
-                num_recv_tokens=num_tokens,
-                num_expanded_tokens=num_rows,
-                num_recv_tokens_per_expert_list=sizes_of_experts,
-                psum_num_recv_tokens_per_scaleup_rank=call.psum_per_rank,
-                psum_num_recv_tokens_per_expert=call.psum_per_expert,
-                num_unaligned_recv_tokens_per_expert=call.num_unaligned,
-                recv_src_metadata=metadata[:num_tokens],
-                dst_buffer_slot_idx=call.dst_slots,
-                pos_to_expert=None if pos_to_expert is None else pos_to_expert[:num_rows],
-            )
-        return DispatchResult(
-            recv_x[:rows],
-            None if recv_sf is None else recv_sf[:rows],
-            None if recv_idx is None else recv_idx[:num_tokens],
+        return Received(
+            num_tokens,
+            num_rows,
+            sizes_of_experts,
+            new(num_tokens, 2 + num_topk) if handle is None else _with_a_row(handle.recv_src_metadata),
+            new(rows, request.x.shape[1], dtype=request.x.dtype),
+            None if request.sf is None else new(rows, request.sf.shape[1], dtype=request.sf.dtype),
+            idx,
             weights,
-            handle,
+            pos_to_expert,
         )
 
     def push_rows(self, request: CombineRequest) -> Combine:

@@ -1,7 +1,8 @@
-"""The last kernel of dispatch: copies what has arrived to new tensors, once for each of a token's rows.
+"""The last kernel of dispatch: copies what a rank receives to new tensors, once for each of a token's rows.
 
-A warp takes a received token: it brings the data into shared memory, from the rank's buffer or, if the token is its
-own, from x; each lane stores the row of one slot. It never waits for another rank.
+A warp takes a token: one of the rank's own, which lies in x, or one that others have sent, which lies in the rank's
+buffer. It brings the data into shared memory; each lane stores the row of one slot. It never waits for another rank.
+One launch takes all tokens; or a first one the rank's own, while those of others are on their way, a second the rest.
 """
 
 from typing import Any, NamedTuple
@@ -25,6 +26,10 @@ class Numbers(NamedTuple):
     num_max_tokens: int
     alignment: int
     num_blocks: int
+    takes_own: int
+    """Whether this launch takes the rank's own tokens, and marks tokens and rows that there are not"""
+    takes_others: int
+    """Whether it takes those of other ranks, and ends the call"""
 
 
 class Results(NamedTuple):
@@ -56,12 +61,12 @@ def receive_tokens_kernel(sizes: Sizes, content: Content, idx_dtype: torch.dtype
 
     @T.prim_func
     def receive_tokens(
-        x: T.Tensor((T.dynamic("x_rows"), row.data * 4), "int32"),
         psum_per_rank: T.Tensor((num_ranks,), "int32"),
         psum_per_expert: T.Tensor((num_local,), "int32"),
     ) -> None:
         r = arguments.ranks(num_ranks, memory.DISPATCH, waits=False)
         n = arguments.scalars(Numbers)
+        tokens = arguments.tokens(sizes, content, idx_dtype if has_handle else None)
         out = received.outputs(sizes, content, idx_dtype, results)
 
         with T.Kernel(n.num_blocks, threads=threads) as block:
@@ -69,11 +74,12 @@ def receive_tokens_kernel(sizes: Sizes, content: Content, idx_dtype: torch.dtype
             thread, warp, lane = T.get_thread_binding(), s.warp, s.lane
             ends = T.alloc_shared((num_local,), "int32")
             from_rank = T.alloc_local((num_ranks,), "int32")
-            failed, index, source, first, token, slot, local, at, weight, to = (
-                T.alloc_var("int32", init=0) for _ in range(10)
+            failed, number, index, source, first, token, dst, slot, local, at, weight = (
+                T.alloc_var("int32", init=0) for _ in range(11)
             )
+            num_own_tokens, num_others, first_own, num_own = (T.alloc_var("int32", init=0) for _ in range(4))
             factors = T.alloc_local((max(num_parts, 1),), "int32")  # the lane's
-            here = T.alloc_var("uint32")
+            here, mine = T.alloc_var("uint32"), T.alloc_var("uint32")
             failed = flags.has_failed(r)
             fence_bulk_copies()
             for source_rank in T.unroll(num_ranks):
@@ -82,99 +88,107 @@ def receive_tokens_kernel(sizes: Sizes, content: Content, idx_dtype: torch.dtype
                 if j * threads + thread < num_local:
                     ends[j * threads + thread] = psum_per_expert[j * threads + thread]
             T.sync_threads()
+            if failed == 0:
+                if r.rank > 0:
+                    first_own = psum_per_rank[r.rank - 1]
+                num_own = psum_per_rank[r.rank] - first_own
+                num_own_tokens = n.num_own_tokens * n.takes_own
+                num_others = (from_rank[num_ranks - 1] - num_own) * n.takes_others
 
-            index = warp * n.num_blocks + block  # Few tokens are spread over all blocks.
-            while index < T.min(from_rank[num_ranks - 1], n.num_tokens):
-                source = 0
-                first = 0
-                for source_rank in T.unroll(num_ranks - 1):
-                    if index >= from_rank[source_rank]:
-                        source = source_rank + 1
-                        first = from_rank[source_rank]
-                first = memory.FIRST_ROW + (source * n.num_max_tokens + index - first) * row.size
-                first_word = T.cast(first, "int64") * 4 + first_fact
-                token = T.max(T.min(r.own[first_word // 4, first_word % 4], n.num_max_tokens - 1), 0)
+            number = warp * n.num_blocks + block  # Few tokens are spread over all blocks.
+            while number < num_own_tokens + num_others:
                 slot = -1
                 weight = 0
-                if lane < num_topk:
-                    slot = r.own[(first_word + 1 + lane) // 4, (first_word + 1 + lane) % 4]
-                    if content.has_weights:
-                        weight = r.own[(first_word + 1 + num_topk + lane) // 4, (first_word + 1 + num_topk + lane) % 4]
-                if content.num_factors:
-                    for j in T.unroll(num_parts):
-                        column = j * 32 + lane
-                        if column < content.num_factors:
-                            factors[j] = r.own[T.cast(first + row.data, "int64") + column // 4, column % 4]
+                dst = -1
+                if number < num_own_tokens:
+                    source = r.rank
+                    token = number
+                    if lane < num_topk:
+                        dst = tokens.dst_slots[token, lane]
+                        slot = tokens.slot(token, lane)
+                        if content.has_weights:
+                            weight = tokens.weights[token, lane]
+                    if content.num_factors:
+                        for j in T.unroll(num_parts):
+                            column = j * 32 + lane
+                            if column < content.num_factors:
+                                factors[j] = tokens.sf[token, column]
+                else:
+                    index = number - num_own_tokens
+                    if index >= first_own:
+                        index = index + num_own
+                    source = 0
+                    first = 0
+                    for source_rank in T.unroll(num_ranks - 1):
+                        if index >= from_rank[source_rank]:
+                            source = source_rank + 1
+                            first = from_rank[source_rank]
+                    first = memory.FIRST_ROW + (source * n.num_max_tokens + index - first) * row.size
+                    first_word = T.cast(first, "int64") * 4 + first_fact
+                    token = T.max(T.min(r.own[first_word // 4, first_word % 4], n.num_max_tokens - 1), 0)
+                    if lane < num_topk:
+                        slot = r.own[(first_word + 1 + lane) // 4, (first_word + 1 + lane) % 4]
+                        if content.has_weights:
+                            word = first_word + 1 + num_topk + lane
+                            weight = r.own[word // 4, word % 4]
+                    if content.num_factors:
+                        for j in T.unroll(num_parts):
+                            column = j * 32 + lane
+                            if column < content.num_factors:
+                                factors[j] = r.own[T.cast(first + row.data, "int64") + column // 4, column % 4]
                 local = -1
                 if slot >= 0:
                     local = T.truncmod(slot, num_experts) - r.rank * num_local
                     if local >= num_local:
                         local = -1
                 here = T.ballot(local >= 0)
+                if number < num_own_tokens:
+                    # Where the token is among those for this rank: the last of its slots here knows.
+                    index = -1
+                    mine = T.ballot(T.And(dst >= 0, local >= 0))
+                    if mine != T.uint32(0):
+                        index = T.shfl_sync(dst, 31 - count_leading_zeros(T.cast(mine, "int32")))
+                        index = first_own + index - r.rank * n.num_max_tokens
 
-                rows.await_free(s)
-                if lane == 0:
-                    if source == r.rank:
-                        rows.load(s, x, T.min(token, n.num_own_tokens - 1), row.data)
-                    else:
-                        rows.load(s, r.own, first, row.data)
-
-                at = -1
-                if do_expand:
-                    if local >= 0:
-                        if has_handle:
-                            at = out.metadata[index, 2 + lane]
+                if index >= 0 and index < n.num_tokens:
+                    rows.await_free(s)
+                    if lane == 0:
+                        if source == r.rank:
+                            rows.load(s, tokens.x, token, row.data)
                         else:
-                            at = out.first_rows[source, local] + T.truncdiv(slot, num_experts)
-                    if at >= n.num_rows:
-                        at = -1
-                    if at >= 0:
-                        if content.has_weights:
-                            out.weights[at, 0] = weight
-                        if not has_handle:
-                            out.pos_to_expert[at] = local
-                else:
-                    if lane == 0:
+                            rows.load(s, r.own, first, row.data)
+
+                    at = -1
+                    if do_expand:
+                        if local >= 0:
+                            if has_handle:
+                                at = out.metadata[index, 2 + lane]
+                            else:
+                                at = out.first_rows[source, local] + T.truncdiv(slot, num_experts)
+                        if at >= n.num_rows:
+                            at = -1
+                    elif lane == 0:
                         at = index
-                    if lane < num_topk:
-                        out.idx[index, lane] = T.cast(T.max(local, -1), idx_dtype)
-                        if content.has_weights:
-                            out.weights[index, lane] = weight
-                if not has_handle:
-                    if lane == 0:
-                        out.metadata[index, 0] = source * n.num_max_tokens + token
-                        out.metadata[index, 1] = source * num_topk + 31 - count_leading_zeros(T.cast(here, "int32"))
-                    if lane < num_topk:
-                        out.metadata[index, 2 + lane] = at if do_expand else -1
-                if content.num_factors:
-                    for j in T.unroll(num_parts):
-                        column = j * 32 + lane
-                        for k in T.unroll(num_topk if do_expand else 1):
-                            to = T.shfl_sync(at, k)
-                            if to >= 0 and column < content.num_factors:
-                                out.sf[to, column] = factors[j]
+                    last = source * num_topk + 31 - count_leading_zeros(T.cast(here, "int32"))
+                    facts = received.Facts(source * n.num_max_tokens + token, last, local, weight)
+                    received.write_token(out, index, at, lane, facts, factors)
 
-                rows.await_loaded(s)
-                if at >= 0:
-                    rows.store(s, 0, row.data, out.x, at)
-                T.tma_store_arrive()
-                index = index + n.num_blocks * warps
+                    rows.await_loaded(s)
+                    if at >= 0:
+                        rows.store(s, 0, row.data, out.x, at)
+                    T.tma_store_arrive()
+                number = number + n.num_blocks * warps
 
-            index = from_rank[num_ranks - 1] + warp * n.num_blocks + block
-            while index < n.num_tokens:
-                received.clear_token(out, index, lane)
-                index = index + n.num_blocks * warps
-
-            if do_expand:
-                if results.do_zero_padding:
-                    rows.clear(s)
-                index = (warp * n.num_blocks + block) * 32
-                while index < n.num_rows:
-                    received.clear_rows(out, s, ends, n, index, results.do_zero_padding)
-                    index = index + n.num_blocks * threads
+            if n.takes_own != 0 or failed != 0:
+                number = warp * n.num_blocks + block
+                received.clear_tokens(out, n, from_rank[num_ranks - 1] + number, n.num_blocks * warps, lane)
+                if do_expand:
+                    received.clear_rows(out, s, ends, n, number, n.num_blocks * warps, results.do_zero_padding)
 
             T.tma_store_wait(0)
-            if flags.is_last_block(r, n.num_blocks):
-                flags.finish_call(r)
+            if n.takes_others != 0:
+                is_last = flags.is_last_block(r, n.num_blocks)
+                if is_last != 0:
+                    flags.finish_call(r)
 
     return receive_tokens

@@ -48,52 +48,113 @@ def outputs(sizes: Sizes, content: Content, idx_dtype: torch.dtype, results: Res
     return Outputs(metadata, x, sf, idx, weights, first_rows, pos_to_expert)
 
 
+class Facts(NamedTuple):
+    """What is known of a token."""
+
+    place: T.PrimExpr  # its source · num_max_tokens + its index there
+    last: T.PrimExpr  # its source · K + its last slot here
+    local: T.PrimExpr  # the expert of the lane's slot, negative for none here
+    weight: T.PrimExpr  # of the lane's slot
+
+
 @T.macro
-def clear_token(out: Outputs, index: T.PrimExpr, lane: T.PrimExpr) -> None:
-    """Mark a place past the received tokens; all lanes of a warp call it."""
+def write_token(
+    out: Outputs, index: T.PrimExpr, at: T.PrimExpr, lane: T.PrimExpr, facts: Facts, factors: T.Buffer
+) -> None:
+    """Write what belongs to a token beside its data; all lanes of a warp call it.
+
+    `at` is the row of the lane's slot, or without do_expand, for the first lane, the token's; negative for none.
+    `factors` has the lane's.
+    """
+    to = T.alloc_var("int32", init=0)
+    num_topk = int(out.metadata.shape[1]) - 2
+    do_expand = out.idx is None
+    if do_expand:
+        if at >= 0:
+            if out.weights is not None:
+                out.weights[at, 0] = facts.weight
+            if out.pos_to_expert is not None:
+                out.pos_to_expert[at] = facts.local
+    elif lane < num_topk:
+        out.idx[index, lane] = T.cast(T.max(facts.local, -1), out.idx.dtype)
+        if out.weights is not None:
+            out.weights[index, lane] = facts.weight
+    if out.first_rows is not None:
+        if lane == 0:
+            out.metadata[index, 0] = facts.place
+            out.metadata[index, 1] = facts.last
+        if lane < num_topk:
+            out.metadata[index, 2 + lane] = at if do_expand else -1
+    if out.sf is not None:
+        for j in T.unroll(factors.shape[0]):
+            for k in T.unroll(num_topk if do_expand else 1):
+                to = T.shfl_sync(at, k)
+                if to >= 0 and j * 32 + lane < out.sf.shape[1]:
+                    out.sf[to, j * 32 + lane] = factors[j]
+
+
+@T.macro
+def clear_tokens(out: Outputs, n: Numbers, first: T.PrimExpr, step: T.PrimExpr, lane: T.PrimExpr) -> None:
+    """Mark places past the received tokens, every `step`th from `first` on; all lanes of a warp call it."""
+    index = T.alloc_var("int32", init=0)
     writes_metadata = out.first_rows is not None
     num_topk = int(out.metadata.shape[1]) - 2
-    if lane < 2 and writes_metadata:
-        out.metadata[index, lane] = -1
-    if lane < num_topk:
-        if writes_metadata:
-            out.metadata[index, 2 + lane] = -1
-        if out.idx is not None:
-            out.idx[index, lane] = T.cast(-1, out.idx.dtype)
+    index = first
+    while index < n.num_tokens:
+        if lane < 2 and writes_metadata:
+            out.metadata[index, lane] = -1
+        if lane < num_topk:
+            if writes_metadata:
+                out.metadata[index, 2 + lane] = -1
+            if out.idx is not None:
+                out.idx[index, lane] = T.cast(-1, out.idx.dtype)
+        index = index + step
 
 
 @T.macro
-def clear_rows(out: Outputs, s: Stage, ends: T.Buffer, n: Numbers, first: T.PrimExpr, with_zeros: bool) -> None:
-    """Mark those of 32 rows from `first` on that have no token; with_zeros zero them in segments, from a warp's place.
+def clear_rows(
+    out: Outputs,
+    s: Stage,
+    ends: T.Buffer,
+    n: Numbers,
+    first: T.PrimExpr,
+    step: T.PrimExpr,
+    with_zeros: bool,
+) -> None:
+    """Mark rows that have no token, of every `step`th 32 from the `first` on; with_zeros zero them in segments.
 
-    `ends` has the rows at which experts' tokens end. The row's expert is the first whose padding ends behind it.
+    `ends` has the rows at which experts' tokens end. A row's expert is the first whose padding ends behind it.
     """
-    low, high, middle, kind = (T.alloc_var("int32", init=0) for _ in range(4))
+    row, low, high, middle, kind = (T.alloc_var("int32", init=0) for _ in range(5))
     num_local = int(ends.shape[0])
-    low = 0
-    high = num_local
-    while low < high:
-        middle = (low + high) >> 1
-        if T.truncdiv(ends[middle] + n.alignment - 1, n.alignment) * n.alignment > first + s.lane:
-            high = middle
-        else:
-            low = middle + 1
-    kind = _TOKEN
-    if first + s.lane < n.num_rows:
-        if low == num_local:
-            kind = _OUTSIDE
-        else:
-            if first + s.lane >= ends[low]:
-                kind = _PADDING
-    if kind > _TOKEN:
-        if out.weights is not None:
-            out.weights[first + s.lane, 0] = 0
-        if out.pos_to_expert is not None:
-            out.pos_to_expert[first + s.lane] = -1
     if with_zeros:
-        if kind == _PADDING:
-            rows.store(s, 0, int(out.x.shape[1]) // 4, out.x, first + s.lane)
-            if out.sf is not None:
-                for j in T.serial(int(out.sf.shape[1])):
-                    out.sf[first + s.lane, j] = 0
-        T.tma_store_arrive()
+        rows.clear(s)
+    row = first * 32 + s.lane
+    while row - s.lane < n.num_rows:
+        low = 0
+        high = num_local
+        while low < high:
+            middle = (low + high) >> 1
+            if T.truncdiv(ends[middle] + n.alignment - 1, n.alignment) * n.alignment > row:
+                high = middle
+            else:
+                low = middle + 1
+        kind = _TOKEN
+        if row < n.num_rows:
+            if low == num_local:
+                kind = _OUTSIDE
+            elif row >= ends[low]:
+                kind = _PADDING
+        if kind > _TOKEN:
+            if out.weights is not None:
+                out.weights[row, 0] = 0
+            if out.pos_to_expert is not None:
+                out.pos_to_expert[row] = -1
+        if with_zeros:
+            if kind == _PADDING:
+                rows.store(s, 0, int(out.x.shape[1]) // 4, out.x, row)
+                if out.sf is not None:
+                    for j in T.serial(int(out.sf.shape[1])):
+                        out.sf[row, j] = 0
+            T.tma_store_arrive()
+        row = row + step * 32

@@ -2,7 +2,8 @@
 
 Thread blocks have consecutive parts of the tokens. A block counts the pairs of each expert, and the tokens for each
 rank, in the parts before its own; then it goes through its own part in groups of at most 256 pairs, in which warps
-count one after the other. It also copies its part of topk_idx, for the handle.
+count one after the other. It also copies its part of topk_idx, for the handle. The last block has counted all, and
+tells each rank what it will get: so ranks know where rows belong while rows are on their way.
 """
 
 from typing import Any, NamedTuple
@@ -44,10 +45,11 @@ class Numbers(NamedTuple):
 
 @kernel(pass_configs=PASS_CONFIGS)
 def route_kernel(sizes: Sizes, idx_dtype: torch.dtype, copies_idx: bool, arch: Arch) -> Any:
-    """Write `slots` and `dst_slots` (memory.TokenRow; EPHandle.dst_buffer_slot_idx), and `counts`, int32 (E + R,)."""
+    """Write `slots` and `dst_slots` (memory.TokenRow; EPHandle.dst_buffer_slot_idx), and the counts at all ranks."""
     import tilelang.language as T
 
-    from tk_ep.symmetric import arguments
+    from tk_ep.device.system import load_relaxed, tell
+    from tk_ep.symmetric import arguments, flags, memory
 
     num_ranks, num_experts, num_topk = sizes
     num_local, num_counts = sizes.num_local_experts, num_experts + num_ranks
@@ -65,8 +67,8 @@ def route_kernel(sizes: Sizes, idx_dtype: torch.dtype, copies_idx: bool, arch: A
         topk_idx: T.Tensor((T.dynamic("idx_rows"), num_topk), idx_dtype),
         slots: T.Tensor((T.dynamic("slot_rows"), num_topk), "int32"),
         dst_slots: T.Tensor((T.dynamic("dst_rows"), num_topk), "int32"),
-        counts: T.Tensor((num_counts,), "int32"),
     ) -> None:
+        r = arguments.ranks(num_ranks, memory.DISPATCH, waits=False)
         n = arguments.scalars(Numbers)
         if copies_idx:
             idx_copy = T.arg("idx_copy", T.Tensor((T.dynamic("copy_rows"), num_topk), idx_dtype))
@@ -77,15 +79,19 @@ def route_kernel(sizes: Sizes, idx_dtype: torch.dtype, copies_idx: bool, arch: A
             # Experts of earlier tokens, -1 for none; a column more, so that threads meet different banks.
             staged = T.alloc_shared((at_once * THREADS, num_topk | 1), "int32")
             experts = T.alloc_shared((THREADS,), "int32")  # of the group's pairs
-            expert, home, token, first, end, index, dst, mask, group = (T.alloc_var("int32", init=0) for _ in range(9))
+            expert, home, token, first, end, index, dst, mask, group, epoch, failed = (
+                T.alloc_var("int32", init=0) for _ in range(11)
+            )
             found, sent = T.alloc_local((at_once * num_topk,), "int32"), T.alloc_local((num_ranks,), "int32")
             alike, alike_homes = T.alloc_var("uint32"), T.alloc_var("uint32")
             is_last = T.alloc_var("bool", init=False)
+            epoch = load_relaxed(flags.word(r.own, memory.EPOCH + memory.DISPATCH)) + 1
+            failed = load_relaxed(flags.word(r.own, memory.FAILED))
             for j in T.unroll(ceil_div(num_counts, THREADS)):
                 if j * THREADS + thread < num_counts:
                     before[j * THREADS + thread] = 0
-            for r in T.unroll(num_ranks):
-                sent[r] = 0
+            for to in T.unroll(num_ranks):
+                sent[to] = 0
 
             end = T.min(block * n.groups_each * per_group, n.num_tokens)
             first = 0
@@ -107,12 +113,12 @@ def route_kernel(sizes: Sizes, idx_dtype: torch.dtype, copies_idx: bool, arch: A
                         if expert >= 0:
                             T.atomic_add(before[expert], 1)
                             mask = mask | (1 << T.truncdiv(expert, num_local))
-                    for r in T.unroll(num_ranks):
-                        sent[r] = sent[r] + ((mask >> r) & 1)
+                    for to in T.unroll(num_ranks):
+                        sent[to] = sent[to] + ((mask >> to) & 1)
                 first = first + at_once * THREADS
-            for r in T.unroll(num_ranks):
-                if sent[r] > 0:
-                    T.atomic_add(before[num_experts + r], sent[r])
+            for to in T.unroll(num_ranks):
+                if sent[to] > 0:
+                    T.atomic_add(before[num_experts + to], sent[to])
 
             group = block * n.groups_each
             while group < (block + 1) * n.groups_each:
@@ -152,9 +158,13 @@ def route_kernel(sizes: Sizes, idx_dtype: torch.dtype, copies_idx: bool, arch: A
                     dst_slots[token, thread % num_topk] = T.if_then_else(is_last, n.first_dst_slot + dst, -1)
                 group = group + 1
 
-            if block == n.num_blocks - 1:
-                for j in T.unroll(ceil_div(num_counts, THREADS)):
-                    if j * THREADS + thread < num_counts:
-                        counts[j * THREADS + thread] = before[j * THREADS + thread]
+            if block == n.num_blocks - 1 and failed == 0:
+                first = memory.counts_of(epoch, r.rank, num_ranks, num_local)
+                for to in r.all_ranks:
+                    for j in T.unroll(ceil_div(num_local + 1, THREADS)):
+                        index = j * THREADS + thread
+                        if index <= num_local:
+                            expert = T.if_then_else(index < num_local, to * num_local + index, num_experts + to)
+                            tell(flags.word(r.peers[to], first + 2 * index), epoch, before[expert])
 
     return route

@@ -1,4 +1,4 @@
-"""Waits until what all ranks have sent is here, and adds up what they will have sent: one thread block."""
+"""Waits until what all ranks have told or sent is here, and adds up what they have told: one thread block."""
 
 from typing import Any, NamedTuple
 
@@ -36,17 +36,19 @@ class Numbers(NamedTuple):
     num_max_tokens: int
     alignment: int
     num_rows: int
+    awaits_rows: int
+    """Whether to wait for the tokens, too, then add to the caller's statistics"""
 
 
 @kernel(pass_configs=PASS_CONFIGS)
 def wait_for_counts_kernel(sizes: Sizes, do_expand: bool, has_stats: bool, arch: Arch) -> Any:
-    """Wait for all ranks' tokens and counts; write what follows from counts. After a failure all counts are 0.
+    """Wait for all ranks' counts, or tokens too; write what follows from counts. After a failure all counts are 0.
 
     `host_counts`, an address or 0, gets the numbers of tokens and rows, and the aligned count of each expert.
     """
     import tilelang.language as T
 
-    from tk_ep.device.system import load_acquire, store_on_host
+    from tk_ep.device.system import fail, load_relaxed, load_told, nanoseconds, store_on_host
     from tk_ep.symmetric import arguments, flags
 
     num_ranks, _, num_topk = sizes
@@ -68,19 +70,45 @@ def wait_for_counts_kernel(sizes: Sizes, do_expand: bool, has_stats: bool, arch:
             stats = T.arg("stats", T.Tensor((num_local,), "int32"))
         with T.Kernel(1, threads=threads):
             thread = T.get_thread_binding()
-            failed, total, tokens, size, end, start = (T.alloc_var("int32", init=0) for _ in range(6))
+            failed, total, tokens, size, end, start, epoch, first, missing = (
+                T.alloc_var("int32", init=0) for _ in range(9)
+            )
+            begin = T.alloc_var("int64")
+            # Each source's pairs of the thread's expert, and its tokens.
+            told = T.alloc_local((num_ranks, 2), "int64")
             counts = T.alloc_local((num_ranks,), "int32")
             ends = T.alloc_shared((threads,), "int32")
-            failed = flags.await_ranks(r, memory.flag_of(memory.ARRIVED, memory.DISPATCH), 1)
+            begin = nanoseconds()
+            epoch = load_relaxed(flags.word(r.own, memory.EPOCH + r.op)) + 1
+            if n.awaits_rows != 0:
+                failed = flags.await_ranks(r, memory.flag_of(memory.ARRIVED, r.op), 1)
+            else:
+                failed = flags.has_failed(r)
+            missing = 1 - failed
+            while missing > 0:
+                for s in T.unroll(num_ranks):
+                    first = memory.counts_of(epoch, s, num_ranks, num_local)
+                    told[s, 0] = load_told(flags.word(r.own, first + 2 * T.min(thread, num_local)))
+                    told[s, 1] = load_told(flags.word(r.own, first + 2 * num_local))
+                missing = 0
+                for s in T.unroll(num_ranks):
+                    if T.Or(T.cast(told[s, 0], "int32") != epoch, T.cast(told[s, 1], "int32") != epoch):
+                        missing = 1 + s
+                if missing > 0 and nanoseconds() - begin > r.limit:
+                    failed = 1
+                    # Its tokens cannot be here either.
+                    size = load_relaxed(flags.word(r.own, memory.flag_of(memory.ARRIVED, r.op) + missing - 1))
+                    fail(flags.word(r.own, memory.FAILED), r.host, r.op, missing - 1, epoch, size)
+                    missing = 0
+            failed = T.syncthreads_or(failed)
             for s in T.unroll(num_ranks):
                 counts[s] = 0
                 if thread < num_local and failed == 0:
-                    counts[s] = load_acquire(flags.word(r.own, memory.COUNTS + s * (num_local + 1) + thread))
+                    counts[s] = T.cast(told[s, 0] >> T.int64(32), "int32")
                     counts[s] = T.max(T.min(counts[s], n.num_max_tokens * num_topk), 0)
                 total = total + counts[s]
-            for s in T.unroll(num_ranks):
                 if s <= thread and failed == 0:
-                    size = load_acquire(flags.word(r.own, memory.COUNTS + s * (num_local + 1) + num_local))
+                    size = T.cast(told[s, 1] >> T.int64(32), "int32")
                     tokens = tokens + T.max(T.min(size, n.num_max_tokens), 0)
             size = T.truncdiv(total + n.alignment - 1, n.alignment) * n.alignment
             end = size
@@ -112,7 +140,7 @@ def wait_for_counts_kernel(sizes: Sizes, do_expand: bool, has_stats: bool, arch:
                 else:
                     psum_per_expert[thread] = end
                 num_unaligned[thread] = total
-                if has_stats:
+                if has_stats and n.awaits_rows != 0:
                     stats[thread] = stats[thread] + total
 
     return wait_for_counts
