@@ -22,7 +22,7 @@ from tk_ep.pipeline import SlotSizes, neighbours
 from tk_ep.sizes import FLAG_BYTES, MAX_RANKS, MAX_SLOTS, with_flags
 from tk_ep.symmetric import memory
 from tk_ep.symmetric.copies import SymmetricGathering, SymmetricPipes
-from tk_ep.symmetric.exchange import GIVEN_UP, NOBODY, Step
+from tk_ep.symmetric.exchange import GIVEN_UP, NOBODY, PREPARED, Step
 from tk_ep.symmetric.rank import Rank
 
 from .copying import DTYPES, numbers
@@ -40,7 +40,7 @@ class _EmulatedRank(Rank):
             words = [each.view(-1) for each in self._buffers]
             own, peers = words[self.place.rank], range(step.first_peer, step.first_peer + step.num_peers)
             count = int(own[step.epoch])
-            for peer in peers:
+            for peer in set(peers) - {self.place.rank}:
                 found, wanted = int(own[step.awaited + peer]), count + step.ahead
                 if not own[memory.FAILED] and found < wanted:
                     own[memory.FAILED] = 1
@@ -49,6 +49,9 @@ class _EmulatedRank(Rank):
             if step.told != NOBODY and (failed or step.told_ahead != NOBODY):
                 for peer in peers:
                     words[peer][step.told + self.place.rank] = count + (-GIVEN_UP if failed else step.told_ahead)
+            if step.prepared != NOBODY:
+                values = count + step.prepared_ahead + torch.arange(PREPARED)
+                own[step.prepared :][:PREPARED] = count - GIVEN_UP if failed else values
             own[step.epoch] += 0 if failed else step.advance
 
         return take
@@ -72,8 +75,8 @@ def has_failed(rank: Rank, match: str) -> None:
         rank.check()
 
 
-def sessions_of(ranks: list[Rank], num_bytes: int) -> list[Sessions]:
-    sizes = SessionSizes(num_bytes, 9)
+def sessions_of(ranks: list[Rank], num_bytes: int, most: int = 9) -> list[Sessions]:
+    sizes = SessionSizes(num_bytes, most)
     return [Sessions(each.place, sizes, SymmetricGathering(each, num_bytes)) for each in ranks]
 
 
@@ -114,6 +117,23 @@ def test_gathers(num_ranks: int, device: str) -> None:
             for mine, wait in zip(gathered, waits):
                 assert_equal(mine, wanted)
                 wait()
+
+
+def test_more_gathers_than_are_prepared(device: str) -> None:
+    """In two sessions, of which the second begins where the first ended; one is waited for, all have arrived."""
+    sessions = sessions_of(virtual_ranks(2, 128 * 70, device), 128 * 70, 70)
+    for first in (0, 1000):
+        for each in sessions:
+            each.begin(is_captured=False)
+        kept = []
+        for number in range(first, first + 70):
+            kept.append(gather(sessions, [[torch.tensor(2 * number + rank, device=device)] for rank in range(2)]))
+        for wait in kept[-1][1]:
+            wait()
+        for number, (gathered, _) in enumerate(kept, first):
+            assert [each[0].tolist() for each in gathered] == [[2 * number, 2 * number + 1]] * 2
+        for each in sessions:
+            each.end()
 
 
 def test_a_gather_without_a_rank(device: str) -> None:

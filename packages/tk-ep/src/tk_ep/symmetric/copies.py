@@ -1,8 +1,11 @@
 """all_gather, pp_send and pp_recv: copy engines write to peers' memory, between steps in which a warp waits and tells.
 
-    all_gather   wait for credits, copy to all peers, tell them              wait: for all ranks' copies
+    all_gather   wait for credits, copy to all peers and tell each           wait: for all ranks' copies
                  end of a session: wait for all of its gathers, give credits
     pp_send      wait until the slot is free, copy to it, tell               pp_recv: wait, copy from it, free it
+
+A copy engine tells of a gather, too: behind the data it copies a word with the flag's value, which the first step of a
+session has prepared. What one stream copies to a peer arrives in this order, so no warp has to see that data is there.
 
 After a time-out copies are made all the same, as nothing can keep a copy engine from it. So before a rank writes over
 what a late one may not have read, it takes back what it told of it, and the late rank fails, too: a reader looks at
@@ -14,7 +17,7 @@ from torch import Tensor
 
 from tk_ep.pipeline import SlotSizes, neighbours
 from tk_ep.symmetric import memory
-from tk_ep.symmetric.exchange import Step
+from tk_ep.symmetric.exchange import PREPARED, Step
 from tk_ep.symmetric.rank import Rank
 
 
@@ -28,7 +31,10 @@ class SymmetricGathering:
         self.memory = self._data[rank.place.rank]
         everybody = memory.GATHER, 0, rank.place.num_ranks, memory.EPOCH + memory.GATHER
         arrived, credit = (memory.flag_of(kind, memory.GATHER) for kind in (memory.ARRIVED, memory.CREDIT))
-        self._push = Step(*everybody, awaited=credit, ahead=0, told=arrived)
+        self._enter = Step(*everybody, awaited=credit, ahead=0, told=arrived, prepared=memory.PREPARED)
+        flag = arrived + rank.place.rank
+        self._flags = [rank.words(each)[flag : flag + 1] for each in range(rank.place.num_ranks)]
+        self._prepared = rank.words(rank.place.rank)[memory.PREPARED :][:PREPARED]
         self._wait = Step(*everybody, awaited=arrived, ahead=0)
         self._credit = Step(*everybody, awaited=arrived, ahead=0, told=credit)
 
@@ -36,13 +42,14 @@ class SymmetricGathering:
         """See Gathering. Each rank begins with the next one, so that a rank gets one copy at a time."""
         self._check()
         rank, num_ranks = self._place.rank, self._place.num_ranks
-        self._exchange(self._push)
+        if number % PREPARED == 0:
+            self._exchange(self._enter._replace(prepared_ahead=number + 1))
         for to in (*range(rank + 1, num_ranks), *range(rank)):
             for place in places:
                 own = place[rank]
                 start = own.storage_offset() - self.memory.storage_offset()
                 self._data[to][start : start + own.numel()].copy_(own)
-        self._exchange(self._push._replace(told_ahead=number + 1))
+            self._flags[to].copy_(self._prepared[number % PREPARED :][:1])
 
     def wait(self, number: int) -> None:
         """See Gathering."""

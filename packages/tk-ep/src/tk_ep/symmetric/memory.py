@@ -34,6 +34,8 @@ FAILED = 73
 COUNTS = 128
 """Of dispatches of even and odd epochs, as a rank may tell the next counts before all have read these: for each source
 L counts of pairs, then the number of its tokens, each in two words behind its epoch."""
+PREPARED = 128
+"""Instead of counts, where a buffer serves gathers: 32 values of this rank's flag, which copy engines copy to peers."""
 SLOTS = 128
 """Instead of counts, where a buffer serves sends: for each slot four times a word for each rank."""
 FILLED, FREED, SENT, RECEIVED = range(4)

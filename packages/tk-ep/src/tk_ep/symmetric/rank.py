@@ -409,6 +409,10 @@ class Rank:
         """A rank's buffer behind the flags, uint8."""
         return self._buffers[rank].view(torch.uint8).flatten()[FLAG_BYTES : self._num_bytes]
 
+    def words(self, rank: int) -> Tensor:
+        """A rank's flags, int32."""
+        return self._buffers[rank].view(-1)[: FLAG_BYTES // 4]
+
     def exchange(self) -> Callable[[Step], None]:
         """What makes steps of copies."""
         launch = exchange_kernel(self.place.num_ranks, with_bulk_copies(get_arch(self.place.device)))
