@@ -5,8 +5,9 @@ For scale factors sf of blocks of b × b elements of w (n, k), with byte j of a 
     sf0[row, c] = exponents of sf[row // b, 4c … 4c + 3]      for the product with w
     sf1[col, c] = exponents of sf[4c … 4c + 3, col // b]      for that with its transpose
 
-both column major. A thread makes one word and stores it four times, as the rows of a block share it; the words of all
-weights, in the order of memory, are shared out to thread blocks. Addresses and sizes are arguments of the kernel.
+both column major, so that the b rows of a block are one word b times over. A thread block has a stretch of memory of
+one of these: each thread makes at most one word from its four scale factors, and from shared memory the words are
+written, 16 bytes a thread, each b times. Addresses and sizes are arguments of the kernel.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,8 @@ _BLOCK_SIZES = (32, 128)
 _SLOTS = (1, 8, 64)
 """Weights of a launch: a kernel for each of these numbers."""
 _THREADS = 256
-_VECTOR = 4
+_BLOCK_WORDS = 8192
+"""Words that a thread block writes."""
 _OF_EXPONENT = 0x7F800000
 
 
@@ -38,61 +40,70 @@ def _transpose_weight_sf_kernel(num_slots: int, block_size: int, arch: Arch) -> 
     import tilelang.language as T
 
     names = ("sf", "sf0", "sf1", "groups", "rows", "cols", "first_block")
-    slots = tuple(range(num_slots))
-
-    def exponent(sf: Any) -> Any:
-        return T.reinterpret(sf, "uint32") >> T.uint32(23) & T.uint32(0xFF)
+    count = _BLOCK_WORDS // block_size
 
     @T.macro
-    def store(words: T.Buffer, place: T.int32, word: T.uint32) -> None:
-        copied = T.alloc_local((_VECTOR,), "uint32")
-        for k in T.unroll(_VECTOR):
-            copied[k] = word
-        T.stg128(words[place], copied[0:_VECTOR])
+    def find_slot(slots: Any, addresses: T.Buffer, sizes: T.Buffer) -> None:
+        """Set addresses and sizes to those of the last of the slots, (has begun, arguments) each, that has begun."""
+        has_begun, found = slots[len(slots) // 2]
+        if len(slots) == 1:
+            for k in (0, 1, 2):
+                addresses[k] = found[k]
+            for k in (0, 1, 2, 3):
+                sizes[k] = found[3 + k]
+        elif has_begun:
+            find_slot(slots[len(slots) // 2 :], addresses, sizes)
+        else:
+            find_slot(slots[: len(slots) // 2], addresses, sizes)
 
     @T.prim_func
     def transpose(first_sf: T.Tensor((T.dynamic("size"),), "float32"), num_blocks: T.int32) -> None:
         arguments = [
             [T.arg(f"{name}_{i}", T.dynamic(f"{name}_{i}", "int64" if "sf" in name else "int32")) for name in names]
-            for i in slots
+            for i in range(num_slots)
         ]
         with T.Kernel(num_blocks, threads=_THREADS) as block:
-            sf_at, sf0_at, sf1_at = T.alloc_var("int64"), T.alloc_var("int64"), T.alloc_var("int64")
-            groups, rows, cols = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            first_block, word = T.alloc_var("int32"), T.alloc_var("uint32")
-            sf_at, sf0_at, sf1_at, groups, rows, cols, first_block = arguments[0]
-            for i in slots[1:]:
-                if block >= arguments[i][6]:
-                    sf_at, sf0_at, sf1_at, groups, rows, cols, first_block = arguments[i]
-            num_rows, num_cols = rows * block_size, cols * block_size
-            packed_cols, packed_rows = T.ceildiv(cols, 4), T.ceildiv(rows, 4)
-            sf = T.make_tensor_from_addr(sf_at, (groups, rows, cols), "float32")
-            num_words0, num_words1 = groups * packed_cols * num_rows, groups * packed_rows * num_cols
-            sf0 = T.make_tensor_from_addr(sf0_at, (num_words0,), "uint32")
-            sf1 = T.make_tensor_from_addr(sf1_at, (num_words1,), "uint32")
-            # Variables, as these divisions would take 64 bits inside an address.
-            place, side, packed = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            along, group, first = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            place = ((block - first_block) * _THREADS + T.get_thread_binding()) * _VECTOR
-            is_first = place < num_words0
-            side, packed = (
-                T.if_then_else(is_first, num_rows, num_cols),
-                T.if_then_else(is_first, packed_cols, packed_rows),
+            addresses, sizes = T.alloc_local((3,), "int64"), T.alloc_local((4,), "int32")
+            find_slot([(block >= each[6], each) for each in arguments], addresses, sizes)
+            groups, rows, cols, first_block = (sizes[k] for k in range(4))
+            num_words0 = groups * T.ceildiv(cols, 4) * rows
+            num_blocks0 = T.ceildiv(num_words0, count)
+            is_first = block - first_block < num_blocks0
+            # Of what comes out: blocks beside each other, blocks that words are made of, and elements between these.
+            side, depth, step = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            side, depth = T.if_then_else(is_first, rows, cols), T.if_then_else(is_first, cols, rows)
+            step = T.if_then_else(is_first, 1, cols)
+            first, num_words = T.alloc_var("int32"), T.alloc_var("int32")
+            first = (block - first_block - T.if_then_else(is_first, 0, num_blocks0)) * count
+            num_words = T.if_then_else(is_first, num_words0, groups * T.ceildiv(rows, 4) * cols)
+            sf = T.make_tensor_from_addr(addresses[0], (groups * rows * cols,), "float32")
+            out = T.make_tensor_from_addr(
+                T.if_then_else(is_first, addresses[1], addresses[2]), (num_words, block_size), "uint32"
             )
-            place = T.if_then_else(is_first, place, place - num_words0)
-            along, group = T.truncmod(place, side), T.truncdiv(place, side)
-            first, group = T.truncmod(group, packed) * 4, T.truncdiv(group, packed)
-            word = T.uint32(0)
-            if is_first:
+            words = T.alloc_shared((count,), "uint32")
+            thread = T.get_thread_binding()
+            if thread < count and first + thread < num_words:
+                # Variables, as these divisions would take 64 bits inside an address.
+                along, packed, group, place = (T.alloc_var("int32") for _ in range(4))
+                packed, along = T.truncdiv(first + thread, side), T.truncmod(first + thread, side)
+                group = T.truncdiv(packed, T.ceildiv(depth, 4))
+                packed = T.truncmod(packed, T.ceildiv(depth, 4)) * 4
+                place = group * rows * cols + along * T.if_then_else(is_first, cols, 1)
+                exponents = T.alloc_local((4,), "uint32")
                 for j in T.unroll(4):
-                    if first + j < cols:
-                        word = word | exponent(sf[group, along // block_size, first + j]) << T.cast(8 * j, "uint32")
-                store(sf0, place, word)
-            elif place < num_words1:
+                    # Loaded without a condition, all four at once.
+                    element = sf[place + T.min(packed + j, depth - 1) * step]
+                    exponents[j] = T.reinterpret(element, "uint32") >> T.uint32(23) & T.uint32(0xFF)
+                word = T.alloc_var("uint32", init=0)
                 for j in T.unroll(4):
-                    if first + j < rows:
-                        word = word | exponent(sf[group, first + j, along // block_size]) << T.cast(8 * j, "uint32")
-                store(sf1, place, word)
+                    word = word | T.if_then_else(packed + j < depth, exponents[j], T.uint32(0)) << T.cast(
+                        8 * j, "uint32"
+                    )
+                words[thread] = word
+            T.sync_threads()
+            for i, j in T.Parallel(count, block_size):
+                if first + i < num_words:
+                    out[first + i, j] = words[i]
 
     return transpose
 
@@ -110,7 +121,7 @@ def _batched_transpose_weight_sf(
                 groups = x.shape[0] if x.ndim == 3 else 1
                 addresses = x.data_ptr(), sf0.data_ptr(), sf1.data_ptr()
                 arguments += [*addresses, groups, *x.shape[-2:], num_blocks]
-                num_blocks += ceil_div(sf0.numel() + sf1.numel(), _VECTOR * _THREADS)
+                num_blocks += sum(ceil_div(out.numel(), _BLOCK_WORDS) for out in (sf0, sf1))
             num_slots = next(size for size in _SLOTS if size >= len(part))
             # Slots without a weight begin where no thread block is.
             unused = [*arguments[:6], num_blocks] * (num_slots - len(part))
