@@ -1,17 +1,20 @@
 """swiglu_forward: SwiGLU of each row, times its weight where there are weights, in bfloat16 or float32.
 
-A thread block takes some rows and a range of their channels. A thread takes eight neighbouring channels of both halves
-of one row or two:
+A thread takes two pieces of a row, each 16 bytes of the output, and the same channels of both halves of x:
 
-    x, left     [ thread 0 | thread 1 | … ]      each field 8 channels, one 16-byte load of bfloat16
-    x, right    [ thread 0 | thread 1 | … ]
-    out         [ thread 0 | thread 1 | … ]
+    x, left     [ lane 0 | lane 1 | … | lane 0 | lane 1 | … ]      each field 8 channels of bfloat16
+    x, right    [ lane 0 | lane 1 | … | lane 0 | lane 1 | … ]
+    out         [ lane 0 | lane 1 | … | lane 0 | lane 1 | … ]
 
-Interleaved, a gate and its value are one element of x, an integer of twice the bits. Rows of padding are not read, and
-with psum_num_tokens_per_expert not written.
+Both are loaded before the first is computed. Registers are capped, as a thread waits for its row's index and then for
+64 bytes of x. Rows of padding are not read, and with psum_num_tokens_per_expert not written. The steps are those of
+forward_and_per_token_cast.py.
 """
 
 import math
+from dataclasses import replace
+from functools import cache
+from math import gcd
 from typing import Any
 
 import torch
@@ -19,9 +22,9 @@ from torch import Tensor
 
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
-from tk_core.math import align, ceil_div
+from tk_core.math import ceil_div
 from tk_core.op import launching, new, op
-from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
+from tk_quant.cast.config import CastInput
 from tk_quant.swiglu.arguments import (
     Rows,
     SwigluOptions,
@@ -32,110 +35,93 @@ from tk_quant.swiglu.arguments import (
 )
 from tk_quant.swiglu.tile_kernels import forward_called_as_in_2_1, may_be_called
 
-
-def _tile(hidden: int, counts: bool) -> tuple[int, int, int]:
-    """(rows, channels, threads) of a thread block's tile; channels past hidden are skipped.
-
-    Narrow rows: thread blocks of at least 128 threads. Wide rows: up to 1024 channels, two rows a thread.
-    H200, 34816 rows in bfloat16. Hidden 2048: 104.5 µs, with one row a thread 115.6. Hidden 256: 15.0 µs in thread
-    blocks of four rows, 23.2 in thread blocks of one.
-    """
-    if counts:
-        # T.reduce_sum needs a power of two of threads, and the three counts of a row share an int32, ten bits each.
-        block_channels = min((512, 256, 128, 64), key=lambda channels: align(hidden, channels))
-        return 1024 // block_channels, block_channels, 128
-    if hidden >= 1024:
-        block_channels = channel_tile(hidden, max_threads=128)
-        return 2, block_channels, block_channels // VECTOR
-    row_threads = hidden // VECTOR
-    rows = next(rows for rows in (2, 4, 8, 16) if rows * row_threads >= 128 and rows * row_threads % 32 == 0)
-    return rows, hidden, rows * row_threads
+_PIECES = 2
 
 
-@kernel(pass_configs=DIRECT_COPIES)
+@cache
+def _threads_of(hidden: int, vec: int) -> tuple[int, int]:
+    """(lanes, rows) of a thread block: threads side by side along a row, and rows."""
+    num_lanes = hidden // (vec * _PIECES)
+    lanes = ceil_div(num_lanes, ceil_div(num_lanes, 256))
+    if lanes % 32 or lanes <= 64:
+        lanes = gcd(num_lanes, 32)
+    return lanes, max(128 // lanes, 1)
+
+
+def _threads_per_sm(dtype: torch.dtype, options: SwigluOptions) -> int:
+    """Threads that have to fit on an SM: with 40, 48 or 64 registers each."""
+    if dtype is torch.float32:
+        return 1024
+    return 1280 if options.clamp or options.interleaved else 1536
+
+
+# Every access below has a guard of its own, so TileLang's bounds checks would only repeat them.
+@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def _swiglu_forward_kernel(
     hidden: int, dtype: torch.dtype, out_dtype: torch.dtype, options: SwigluOptions, arch: Arch
 ) -> Any:
     import tilelang.language as T
 
-    from tk_quant.swiglu import activation as of
-    from tk_quant.swiglu.activation import find_segments, pair_of_row
+    from tk_quant.swiglu import forward_steps as steps
+    from tk_quant.swiglu.activation import Scalars
 
-    block_rows, block_channels, threads = _tile(hidden, options.count)
-    num_positions, num_pairs = T.dynamic("num_positions"), T.dynamic("num_pairs")
-    num_tiles, parts = ceil_div(hidden, block_channels), 2 if options.gated and not options.interleaved else 1
-    x_type = of.element_type(dtype, options)
-    zero = T.cast(0, x_type)
+    vec, source = 16 // out_dtype.itemsize, CastInput(dtype, 16)
+    lanes, rows = _threads_of(hidden, vec)
+    piece_words, col_tiles = vec * dtype.itemsize // 4, ceil_div(hidden, lanes * vec * _PIECES)
+    unclamped, num_counts = replace(options, clamp=False, clamp_after=False), options.count or 3
+    num_positions = T.dynamic("num_positions")
+    weights_shape = (T.dynamic("num_tokens"), T.dynamic("num_topk")) if options.pairs else (num_positions,)
 
+    # Where an argument is not options, the caller passes a 0, which costs the host less than a tensor.
     @T.prim_func
     def swiglu_forward(
-        x: T.Tensor((num_positions, parts, hidden), x_type),
-        pos_to_token_topk: T.Tensor((num_positions,), "int32"),
-        topk_weights: T.Tensor((num_pairs,), "float32"),
-        pos_to_expert: T.Tensor((num_positions,), "int32"),
+        x: T.Tensor((num_positions, options.width * hidden), dtype),
+        pos_to_token_topk: T.Tensor((num_positions,), "int32") if options.pairs else T.int32,
+        topk_weights: T.Tensor(weights_shape, "float32") if options.weights else T.int32,
+        pos_to_expert: T.Tensor((num_positions,), "int32") if options.experts else T.int32,
         limit: T.float32,
         out: T.Tensor((num_positions, hidden), out_dtype),
-        clamped_count: T.Tensor((options.count or 3,), "int64"),
+        clamped_count: T.Tensor((options.count,), "int64") if options.count else T.int32,
         expert_ends: T.Tensor((options.segments[0],), "int32") if options.has_segments else 0,
         routed_scaling_factor: T.float32 if options.scaled else 1.0,
         alpha: T.float32 if options.has_alpha else 1.0,
     ) -> None:
-        with T.Kernel(T.ceildiv(num_positions, block_rows) * num_tiles, threads=threads) as block:
-            first, channel = block // num_tiles * block_rows, block % num_tiles * block_channels
-            pairs = T.alloc_fragment((block_rows,), "int32")
-            weights = T.alloc_fragment((block_rows,), "float32")
-            gates = T.alloc_fragment((block_rows, block_channels), x_type)
-            values = T.alloc_fragment((block_rows, block_channels), x_type) if parts == 2 else gates
-            activated = T.alloc_fragment((block_rows, block_channels), "float32")
-            beyond = T.alloc_fragment((block_rows, block_channels), "int32")
-            counted = T.alloc_fragment((block_rows,), "int32")
-            maps = num_positions, pos_to_token_topk, pos_to_expert, num_pairs, options
-            scalars = of.Scalars(limit, alpha)
-            if options.has_segments:
-                num_ended = T.alloc_fragment((block_rows,), "int32")
-                ends = T.alloc_fragment((block_rows,), "int32")
-                find_segments(expert_ends, first, num_ended, ends)
-            for r in T.Parallel(block_rows):
-                pairs[r] = pair_of_row(first + r, *maps, (num_ended[r], ends[r]) if options.has_segments else None)
-                if options.weights:
-                    weights[r] = T.if_then_else(pairs[r] >= 0, topk_weights[pairs[r]], T.float32(0))
-                if options.scaled:
-                    weights[r] = weights[r] * routed_scaling_factor
-            for r, i in T.Parallel(block_rows, block_channels):
-                is_read = pairs[r] >= 0 and channel + i < hidden
-                gates[r, i] = T.if_then_else(is_read, x[first + r, 0, channel + i], zero)
-            if parts == 2:
-                for r, i in T.Parallel(block_rows, block_channels):
-                    is_read = pairs[r] >= 0 and channel + i < hidden
-                    values[r, i] = T.if_then_else(is_read, x[first + r, 1, channel + i], zero)
-            for r, i in T.Parallel(block_rows, block_channels):
-                gate = of.clamp_gate(of.gate_of(gates[r, i], options), scalars, options)
-                value = of.value_factor(of.value_of(values[r, i], options), scalars, options)
-                a = of.times_value(of.activated(gate, scalars, options), value, options)
-                activated[r, i] = a * weights[r] if options.weights else a
-            if options.has_segments:
-                for r, i in T.Parallel(block_rows, block_channels):
-                    if pairs[r] >= 0 and channel + i < hidden:
-                        out[first + r, channel + i] = T.cast(activated[r, i], out_dtype)
-            else:
-                T.copy(activated, out[first : first + block_rows, channel : channel + block_channels])
+        with T.Kernel(T.ceildiv(num_positions, rows) * col_tiles, threads=lanes * rows) as block:
+            T.annotate_min_blocks_per_sm(_threads_per_sm(dtype, options) // (lanes * rows))
+            thread = T.get_thread_binding()
+            gate = T.alloc_local((_PIECES, piece_words * (2 if options.interleaved else 1)), "uint32")
+            value = gate if options.interleaved else T.alloc_local((_PIECES, piece_words), "uint32")
+            values = T.alloc_local((_PIECES, vec), "float32")
+            real, weight = T.alloc_local((1,), "bool"), T.alloc_local((1,), "float32")
+            total = T.alloc_shared((num_counts,), "int32")
             if options.count:
-                for r, i in T.Parallel(block_rows, block_channels):
-                    gate, value = of.gate_of(gates[r, i], options), of.value_of(values[r, i], options)
-                    of_values = T.if_then_else(value > limit, 1 << 10, T.if_then_else(value < -limit, 1 << 20, 0))
-                    beyond[r, i] = T.if_then_else(of.is_gate_clamped(gate, scalars, options), 1, 0) + (
-                        of_values if options.gated else 0
-                    )
-                T.reduce_sum(beyond, counted, dim=1)
-                for k in T.serial(3):
-                    for r in T.Parallel(block_rows):
-                        count = (counted[r] >> (10 * k)) & 1023
-                        if count > 0:
-                            T.atomic_add(clamped_count[k], T.cast(count, "int64"))
+                if thread < options.count:
+                    total[thread] = 0
+                T.sync_threads()
+            # Variables: inside an address these divisions would be computed in 64 bits.
+            row, col = T.alloc_var("int32"), T.alloc_var("int32")
+            row = block // col_tiles * rows + thread // lanes
+            col = (block % col_tiles * lanes * _PIECES + thread % lanes) * vec
+            scalars = Scalars(limit, alpha)
+            maps = steps.RowMaps(pos_to_token_topk, topk_weights, pos_to_expert, expert_ends, routed_scaling_factor)
+            steps.look_up(maps, num_positions, row, col < hidden, real, weight, options)
+            for i in T.unroll(_PIECES):
+                channel = col + i * lanes * vec
+                steps.load_piece(x, gate, value, i, row, channel, real[0] and channel < hidden, source, options)
+            for i in T.unroll(_PIECES):
+                steps.activate_and_count(gate, value, values, i, weight[0], scalars, total, source, options, unclamped)
+                channel = col + i * lanes * vec
+                is_written = real[0] if options.has_segments else row < num_positions
+                if is_written and channel < hidden:
+                    steps.store_values(values, out, i, row, channel)
+            if options.count:
                 if options.count == 4:
-                    for r in T.Parallel(block_rows):
-                        if pairs[r] >= 0 and channel == 0:
-                            T.atomic_add(clamped_count[3], T.int64(hidden))
+                    is_first = real[0] and col == 0
+                    if is_first:
+                        T.atomic_add(total[3], hidden)
+                T.sync_threads()
+                if thread < options.count and total[thread] > 0:
+                    T.atomic_add(clamped_count[thread], T.cast(total[thread], "int64"))
 
     return swiglu_forward
 
@@ -217,10 +203,9 @@ def swiglu_forward(
     out = new(x.new_empty, (num_positions, hidden), dtype=dtype)
     if launching(out):
         limit = math.inf if clamp is None else float(clamp)
-        weights = None if topk_weights is None else topk_weights.view(-1)
         options = rows.options(gating, clamp, clamped_count)
+        tensors = (0 if each is None else each for each in (*maps, limit, out, clamped_count))
         _swiglu_forward_kernel(hidden, x.dtype, dtype, options, get_arch(x.device))(
-            *(gating.parts(x), pos_to_token_topk, weights, pos_to_expert),
-            *(limit, out, clamped_count, *rows.last_operands, *gating.last_operands),
+            x, *tensors, *rows.last_operands, *gating.last_operands
         )
     return out

@@ -207,6 +207,59 @@ def count_clamped(
 
 
 @T.macro
+def _is_beyond(
+    gate: T.Buffer, value: T.Buffer, piece: int, clamp: T.float32, source: CastInput, options: SwigluOptions
+) -> T.bool:
+    """Whether a gate or value of a piece is above the clamp in magnitude, or NaN: else no clamp changes anything."""
+    largest = T.alloc_var("uint32", init=T.uint32(0))
+    is_bf16 = source.dtype is torch.bfloat16
+    larger = larger_magnitude_bf16x2 if is_bf16 else larger_magnitude_f32
+    for j in T.unroll(gate.shape[1]):
+        largest = larger(largest, gate[piece, j])
+    if options.gated and not options.interleaved:
+        for j in T.unroll(value.shape[1]):
+            largest = larger(largest, value[piece, j])
+    if is_bf16:
+        largest = T.max(largest & T.uint32(0xFFFF0000), largest << T.uint32(16))
+    # Compared as bits, where NaN is above all.
+    return largest > T.reinterpret(clamp, "uint32")
+
+
+@T.macro
+def activate_and_count(
+    gate: T.Buffer,
+    value: T.Buffer,
+    values: T.Buffer,
+    piece: int,
+    weight: T.float32,
+    scalars: Scalars,
+    total: T.Buffer,
+    source: CastInput,
+    options: SwigluOptions,
+    unclamped: SwigluOptions,
+) -> None:
+    """`activate`, and `count_clamped` if asked for; `unclamped` are the options without the clamp.
+
+    Pieces that no clamp changes are most, and take neither its instructions nor those that count.
+    """
+    if options.clamp and _is_beyond(gate, value, piece, scalars.clamp, source, options):
+        activate(gate, value, values, piece, weight, scalars, source, options)
+        if options.count:
+            count_clamped(gate, value, piece, int(values.shape[1]), scalars, total, source, options)
+    else:
+        activate(gate, value, values, piece, weight, scalars, source, unclamped)
+
+
+@T.macro
+def store_values(values: T.Buffer, out: T.Buffer, piece: int, row: T.int32, col: T.int32) -> None:
+    """Store values[piece], 16 bytes of the output, rounded to its dtype."""
+    rounded = T.alloc_local((values.shape[1],), out.dtype)
+    for j in T.vectorized(values.shape[1]):
+        rounded[j] = T.cast(values[piece, j], out.dtype)
+    T.stg128(out[row, col], T.view(rounded, (4,), "uint32")[0:4])
+
+
+@T.macro
 def piece_amax(values: T.Buffer, piece: int, amax: T.Ref) -> None:
     """Raise amax, the bits of a float32 as int32, to max |values[piece]|; NaN has bits above those of infinity."""
     largest = T.alloc_var("uint32")
