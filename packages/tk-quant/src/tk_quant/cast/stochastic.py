@@ -23,9 +23,7 @@ _WORD_MULTIPLIERS = (0x846CA68B, 0xD35A2D97)
 _BIAS = {"e4m3": 7, "e2m1": 1}
 _MANTISSA_BITS = {"e4m3": 3, "e2m1": 1}
 _NAN_CODE = {"e4m3": 0x7F, "e2m1": 0x7}
-_CODE_BITS = {"e4m3": 8, "e2m1": 4}
-_LARGEST_BITS = {"e4m3": 0x43E00000, "e2m1": 0x40C00000}
-"""The largest finite value, as a float32's bits."""
+_LARGEST = {"e4m3": 448.0, "e2m1": 6.0}
 
 
 @T.macro
@@ -78,25 +76,34 @@ def bf16_of_quad(values: T.Buffer, random: T.Buffer, words: T.Buffer) -> None:
 @T.macro
 def codes_of_quad(values: T.Buffer, random: T.uint32, fmt: str) -> T.uint32:
     """The quad `values` as e4m3 codes, or e2m1 codes in the low half of a word, by a word of `hash_of_quad`."""
-    ordered, bits_of_code = T.alloc_var("uint32"), _CODE_BITS[fmt]
+    ordered, packed, signs = T.alloc_var("uint32"), T.alloc_var("uint32"), T.alloc_var("uint32")
     ordered = byte_perm(random, random, 0x3120) if fmt == "e2m1" else random
-    backwards, packed = reverse_bits(ordered), T.alloc_var("uint32")
+    backwards = reverse_bits(ordered)
+    # An element's random bits, in bits 8 to 23.
     of_element = (
-        ordered & T.uint32(0xFFFF),
-        backwards >> T.uint32(16),
-        ordered >> T.uint32(16),
-        backwards & T.uint32(0xFFFF),
+        byte_perm(ordered, T.uint32(0), 0x4104),
+        byte_perm(backwards, T.uint32(0), 0x4324),
+        byte_perm(ordered, T.uint32(0), 0x4324),
+        byte_perm(backwards, T.uint32(0), 0x4104),
     )
-    packed = T.uint32(0)
-    unused = 23 - _MANTISSA_BITS[fmt]
+    sums, bits = T.alloc_local((4,), "uint32"), T.alloc_local((4,), "uint32")
     for k in (0, 1, 2, 3):
-        bits = T.reinterpret(values[k], "uint32")
-        magnitude = bits & T.uint32(MAGNITUDE_BITS)
-        bounded = T.reinterpret(T.min(magnitude, T.uint32(_LARGEST_BITS[fmt])), "float32")
-        # A float32 with the format's bias: its subnormals are where the format's are, and `unused` low bits the place.
-        moved = T.ieee_mul(bounded, T.float32(2.0 ** (_BIAS[fmt] - 127)), "rz")
-        code = (T.reinterpret(moved, "uint32") + (of_element[k] << T.uint32(unused - 16))) >> T.uint32(unused)
-        signed = code | (bits >> T.uint32(32 - bits_of_code) & T.uint32(1 << (bits_of_code - 1)))
-        is_nan = magnitude > T.uint32(INFINITY_BITS)
-        packed = packed | T.if_then_else(is_nan, T.uint32(_NAN_CODE[fmt]), signed) << T.uint32(bits_of_code * k)
+        bits[k] = T.reinterpret(values[k], "uint32")
+        bounded = T.min(T.abs(values[k]), T.float32(_LARGEST[fmt]))
+        # A float32 with the format's bias: its subnormals are where the format's are. Its code goes to the top byte,
+        # and the place between two codes below.
+        moved = T.reinterpret(T.ieee_mul(bounded, T.float32(2.0 ** (_BIAS[fmt] - 127)), "rz"), "uint32")
+        sums[k] = moved * T.uint32(2 ** (_MANTISSA_BITS[fmt] + 1)) + of_element[k]
+    packed = byte_perm(byte_perm(sums[0], sums[1], 0x73), byte_perm(sums[2], sums[3], 0x73), 0x5410)
+    signs = byte_perm(byte_perm(bits[0], bits[1], 0x73), byte_perm(bits[2], bits[3], 0x73), 0x5410)
+    packed = packed | signs & T.uint32(0x80808080)
+    total = T.abs(values[0]) + T.abs(values[1]) + T.abs(values[2]) + T.abs(values[3])
+    if T.isnan(total):
+        for k in (0, 1, 2, 3):
+            if T.isnan(values[k]):
+                packed = packed & ~T.uint32(0xFF << 8 * k) | T.uint32(_NAN_CODE[fmt] << 8 * k)
+    if fmt == "e2m1":
+        # Signs beside their codes, and two codes in a byte.
+        packed = packed & T.uint32(0x07070707) | packed >> T.uint32(4) & T.uint32(0x08080808)
+        packed = byte_perm(packed | packed >> T.uint32(4), T.uint32(0), 0x4420)
     return packed

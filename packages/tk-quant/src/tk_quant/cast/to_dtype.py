@@ -109,11 +109,15 @@ def _stochastic_cast_kernel(
         _, quads, size = shape
         return T.Fragment(shape, lambda i, q, k: (i % _THREADS, (i // _THREADS * quads + q) * size + k))
 
+    def place_in(width: int, q: Any, k: Any) -> tuple[Any, Any]:
+        """Place of element k of quad q in loads of `width` elements."""
+        return (q, k) if width == _QUAD else ((q * _QUAD + k) // width, (q * _QUAD + k) % width)
+
     @T.macro
     def convert(x: T.Buffer, out: T.Buffer, first: T.int64, shape: tuple[int, int], of_seed: T.uint32) -> None:
         """Round a tile of this shape, rows of x from `first` on, and store it in out; skip rows past the end."""
-        quads = shape[1] // _QUAD
-        loaded = T.alloc_fragment((shape[0], quads, _QUAD), x.dtype)
+        quads, width = shape[1] // _QUAD, int(x.shape[2])
+        loaded = T.alloc_fragment((shape[0], *x.shape[1:]), x.dtype)
         words = T.alloc_fragment((shape[0], quads, words_of_quad), "uint32")
         T.annotate_layout({each: in_turn(each.shape) for each in (loaded, words)})
         # With a cast in its condition, a guarded access of a tile smaller than the thread block would lose the guard.
@@ -124,7 +128,7 @@ def _stochastic_cast_kernel(
         for i, q in T.Parallel(shape[0], quads):
             values, random = T.alloc_local((_QUAD,), "float32"), T.alloc_local((words_of_quad,), "uint32")
             for k in T.unroll(_QUAD):
-                values[k] = T.cast(loaded[i, q, k], "float32")
+                values[k] = T.cast(loaded[(i, *place_in(width, q, k))], "float32")
             index = T.cast((first + i) * quads + q, "uint32")
             stochastic.hash_of_quad(values, index, of_seed, random)
             if to_bf16:
@@ -150,7 +154,9 @@ def _stochastic_cast_kernel(
             of_seed = T.alloc_var("uint32")
             of_seed = stochastic.hash_of_seed(seed_tensor[0] if has_seed_tensor else seed)
             first, quads = T.cast(block, "int64") * rows, vector // _QUAD
-            x_vectors = T.Tensor((num_vectors, quads, _QUAD), T.dtype(dtype), x.data)
+            # Loads of 16 bytes.
+            width = 16 // dtype.itemsize
+            x_vectors = T.Tensor((num_vectors, vector // width, width), T.dtype(dtype), x.data)
             out_vectors = T.Tensor((num_vectors, quads, words_of_quad), "uint32", out.data)
             convert(x_vectors, out_vectors, first, (rows, vector), of_seed)
             if first + rows >= num_vectors:  # the tail, which is shorter than a vector
