@@ -93,6 +93,7 @@ def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Look:
         pretend(doctor.platform, "python_version", python)
         pretend(doctor, "torch_cuda", Version(torch_cuda) if isinstance(torch_cuda, str) else torch_cuda)
         pretend(compat, "load_tilelang", tilelang)
+        pretend(compat, "tilelang_version", (INSTALLED | (installed or {}))["tilelang"])
         pretend(doctor, "driver_cuda", Version(driver_cuda) if driver_cuda else None)
         pretend(torch.cuda, "device_count", len(gpus))
         monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
@@ -167,6 +168,8 @@ _CPU_TORCH = {"installed": {"torch": "2.15.0+cpu"}, "torch_cuda": None}
 # What the packages' bounds allow and the public index has: torch 2.10 for CUDA 12.8.
 _OLD_CUDA = {"installed": {"torch": "2.10.0+cu128"}, "torch_cuda": "12.8"}
 _READ_ONLY = {"cache": "Read-only file system"}
+# What vLLM and SGLang pin, on a machine without compilers.
+_ENGINE = {"installed": {"tilelang": "0.1.12"}, "host_compiler": None, "toolkit": {"nvcc": None}}
 _NO_KERNELS_ELSE = "is read-only: its 1 kernels can be loaded, but no others can be compiled"
 
 # Facts that are no fault: the facts, a check, its state, and what it says.
@@ -184,6 +187,13 @@ NO_FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "older-cuda": (_OLD_CUDA, "CUDA runtime", "note", "torch's is 12.8; kernels are compiled for 13.2"),
     "no-runtime-wheel": ({"installed": {"nvidia-cuda-runtime": None}}, "CUDA runtime", "skipped", "not from wheels"),
     "read-only-cache": ({**_READ_ONLY, "kernels": 1}, "cache folder", "note", _NO_KERNELS_ELSE),
+    "tilelang-that-only-loads": (
+        *(_ENGINE, "TileLang", "note"),
+        "0.1.12 compiles no kernels, but loads those of 0.1.15",
+    ),
+    "no-compiler-asked-for": (_ENGINE, "host compiler", "skipped", "loaded here"),
+    "no-nvcc-asked-for": (_ENGINE, "nvcc", "skipped", "loaded here"),
+    "no-headers-asked-for": (_ENGINE, "CUDA headers", "skipped", "needs host compiler, nvcc"),
     "tk-arch": ({"env": {"TK_ARCH": "sm_100"}}, "architecture", "ok", "sm_100a, by TK_ARCH"),
 }
 
@@ -199,7 +209,7 @@ def test_no_fault(look: Look, name: str) -> None:
 
 _WHEELS = 'pip install "nvidia-cuda-nvcc==13.2.*" "nvidia-cuda-crt==13.2.*" "nvidia-nvvm==13.2.*"'
 _RUNTIME = '"nvidia-cuda-runtime==13.2.*" "nvidia-cuda-cccl==13.2.*"'
-_TILELANG = f'pip install "tilelang{compat.SUPPORTED_TILELANG}"'
+_TILELANG = f'pip install "tilelang{compat.LOADING_TILELANG}"'
 _NO_VARIABLES = "unset CUDA_HOME CUDA_PATH"
 _INCOMPATIBLE = "CUDA compiler and CUDA toolkit headers are incompatible"
 _NEWER = "nvcc 13.5, headers 13.2: nvcc is newer than the CUDA headers: "

@@ -73,9 +73,9 @@ def packages(tmp_path: Path) -> Path:
 def load(packages: Path, tmp_path: Path) -> Load:
     """Load kernels of these sizes in a new process: was TileLang imported, how many were compiled, which is it?"""
 
-    def run(*sizes: int, **variables: str) -> list[list[str]]:
+    def run(*sizes: int, first: str = "", **variables: str) -> list[list[str]]:
         paths = [str(packages), *(path for path in sys.path if path)]
-        command = (sys.executable, "-B", "-c", _LOAD, *map(str, sizes))
+        command = (sys.executable, "-B", "-c", first + _LOAD, *map(str, sizes))
         variables = {"PYTHONPATH": ":".join(paths), "TILELANG_CACHE_DIR": str(tmp_path / "cache"), **variables}
         done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -103,6 +103,26 @@ def test_a_compiled_kernel_is_loaded_without_tilelang(load: Load, packages: Path
     library.write_bytes(library.read_bytes()[:-1] + b"?")
     assert load(32) == [["True", "1", *compiled[2:]]]
     assert load(32, TILELANG_DISABLE_CACHE="1") == [["True", "1", "None"]]
+
+
+_EARLIER = """\
+from tk_core import compat
+compat.tilelang_version = lambda: "0.1.12"
+"""
+
+
+@pytest.mark.compile
+def test_an_earlier_tilelang_loads_what_ours_compiled_and_compiles_nothing(load: Load, packages: Path) -> None:
+    [compiled] = load(32)
+    # TileLang is not imported, and its settings don't matter.
+    for variables in ({}, {"TK_COMPILE": "forbid"}, {"TILELANG_DISABLE_CACHE": "1"}):
+        assert load(32, first=_EARLIER, **variables) == [["False", "0", *compiled[2:]]]
+    with pytest.raises(
+        AssertionError, match=r"FaultError: .*\(16, .* 0\.1\.12 only loads kernels\. Run: tk cache import"
+    ):
+        load(16, first=_EARLIER)
+    with pytest.raises(AssertionError, match=r"CompilationForbiddenError: .*TK_COMPILE=forbid"):
+        load(16, first=_EARLIER, TK_COMPILE="forbid")
 
 
 def test_builders_that_may_depend_on_more_have_no_note() -> None:

@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("tk_core")
 
 SUPPORTED_TILELANG = ">=0.1.15,<0.1.16"
-"""The versions that the tests ran with and the packages require: TileLang renames things between patch releases."""
+"""The versions that compile our kernels: TileLang renames things between patch releases."""
+
+LOADING_TILELANG = ">=0.1.12,<0.1.16"
+"""The versions that load what COMPILED_BY has compiled, and the packages' bounds: vLLM and SGLang pin 0.1.12."""
+
+COMPILED_BY = "0.1.15"
+"""The version whose kernels are loaded where the installed one compiles none."""
 
 num_compilations = 0
 """Kernels that this process compiled itself, rather than finding them in the disk cache."""
@@ -59,6 +65,23 @@ def tilelang_version() -> str | None:
         return importlib.metadata.version("tilelang")
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def only_loads() -> bool:
+    """Whether the installed TileLang loads compiled kernels but compiles none of ours."""
+    from packaging.specifiers import SpecifierSet
+
+    version = tilelang_version()
+    loads, compiles = (
+        version is not None and SpecifierSet(bounds).contains(version, prereleases=True)
+        for bounds in (LOADING_TILELANG, SUPPORTED_TILELANG)
+    )
+    return loads and not compiles
+
+
+def compiler_version() -> str | None:
+    """Version of the TileLang that compiles the kernels that are loaded here; None if none is installed."""
+    return COMPILED_BY if only_loads() else tilelang_version()
 
 
 @cache
@@ -109,6 +132,25 @@ def cache_dir() -> Path:
     return Path(env.get("TILELANG_CACHE_DIR") or Path.home() / ".tilelang" / "cache")
 
 
+def require_compiling(kernel: str) -> None:
+    """Check that the installed TileLang compiles `kernel`, which is not in the cache.
+
+    Raises FaultError if it only loads kernels, or CompilationForbiddenError if TK_COMPILE=forbid too.
+    """
+    if not only_loads():
+        return
+    if env.compiling_is_forbidden():
+        raise _forbidden(kernel)
+    raise FaultError(
+        f"{kernel} is not in the cache, {cache_dir()}, and TileLang {tilelang_version()} only loads kernels",
+        f"tk cache import FILE, which tk warmup and tk cache export wrote where TileLang {COMPILED_BY} is installed",
+    )
+
+
+def _forbidden(kernel: str) -> CompilationForbiddenError:
+    return CompilationForbiddenError(f"{kernel}: TK_COMPILE=forbid, and it is not in the cache, {cache_dir()}")
+
+
 @cache
 def load_tilelang() -> Any:
     """Import TileLang with our defaults: the toolkit from wheels before one on PATH, and no line per compilation.
@@ -134,7 +176,7 @@ def load_tilelang() -> Any:
 
     def compile_unless_forbidden(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (kernel := _forbidden_kernel.get()) is not None:
-            raise CompilationForbiddenError(f"{kernel}: TK_COMPILE=forbid, and it is not in the cache, {cache_dir()}")
+            raise _forbidden(kernel)
         return compile_kernel(self, *args, **kwargs)
 
     # TileLang calls this method only for a kernel that it has not found in its cache.

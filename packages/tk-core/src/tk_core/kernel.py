@@ -123,6 +123,7 @@ class Kernel:
         note = stored.note_path(self._build, args, self._pass_configs, self._compile_flags)
         compiled = stored.load(note) if note else None
         if compiled is None:
+            compat.require_compiling(name)
             compat.load_tilelang()
             compiled = compat.compile_prim_func(name, self.build(*args), arch, self._pass_configs, self._compile_flags)
             if note:

@@ -3,7 +3,8 @@
 After TileLang has compiled a kernel or found it in its cache, tk leaves a note for later processes: the file
 <cache>/tk/<key> names the kernel's folder and its function. The key hashes everything that determines the kernel: its
 builder's name and arguments, its options, the sources of all packages that the builder may import, the CPU type, and
-TileLang's version and settings. If there is no note, or the folder is damaged, TileLang does the work and mends both.
+TileLang's version and settings. If there is no note, or the folder is damaged, TileLang does the work and mends both;
+an earlier TileLang that only loads kernels can't, and looks for notes of `compat.COMPILED_BY`.
 A kernel of a script, a notebook or a package whose name does not begin with tk_ has no note: its imports are not known.
 """
 
@@ -76,7 +77,9 @@ def note_path(
     if sources is None:
         return None
     kernel = (builder.__module__, builder.__qualname__, args, sorted(pass_configs.items()), flags)
-    key = repr((kernel, sources, compat.tilelang_version(), os.uname().machine, env.tilelang_settings()))
+    # Settings of the installed TileLang say nothing of kernels that another has compiled.
+    settings = [] if compat.only_loads() else env.tilelang_settings()
+    key = repr((kernel, sources, compat.compiler_version(), os.uname().machine, settings))
     return compat.cache_dir() / "tk" / sha256(key.encode()).hexdigest()
 
 

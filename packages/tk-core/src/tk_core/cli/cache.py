@@ -75,7 +75,7 @@ def export(file: Annotated[Path, typer.Argument(help="Archive to write (a zip)."
 @app.command("import")
 def import_(file: Annotated[Path, typer.Argument(help="What export wrote.", exists=True, dir_okay=False)]) -> None:
     """Add an archive's kernels to the cache, all or none (exit code 1). They will run here: import what you trust."""
-    from tk_core.compat import cache_dir, tilelang_version
+    from tk_core.compat import cache_dir, compiler_version
     from tk_core.stored import whole_files
 
     root, added = cache_dir(), []
@@ -98,9 +98,9 @@ def import_(file: Annotated[Path, typer.Argument(help="What export wrote.", exis
             shutil.rmtree(target, ignore_errors=True)
         _fail("imported", unwritable_cache(root, error.strerror))
     typer.echo(f"imported {len(added)} kernels into {root}; {len(kernels) - len(added)} were there already")
-    maker, installed = kernels[0].partition("/")[0], tilelang_version() or ""
+    maker, installed = kernels[0].partition("/")[0], compiler_version() or ""
     if not any(kernel.startswith(installed) for kernel in kernels):
-        typer.echo(f"note: made by TileLang {maker}; {installed}, installed here, won't use them")
+        typer.echo(f"note: made by TileLang {maker}; here those of {installed} are used")
 
 
 def _unpack(archive: Path, folder: Path) -> list[str]:

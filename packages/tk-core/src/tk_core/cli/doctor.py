@@ -34,6 +34,9 @@ class Finding(NamedTuple):
     fix: str | None = None
 
 
+_ONLY_LOADS = Finding("skipped", "kernels are loaded here, not compiled")
+
+
 def installed(distribution: str) -> str | None:
     """Version of an installed distribution."""
     return next((found.version for found in importlib.metadata.distributions(name=distribution)), None)
@@ -129,7 +132,11 @@ def _tvm_ffi() -> Finding:
 
 
 def _tilelang() -> Finding:
-    version = _require(f"tilelang{compat.SUPPORTED_TILELANG}", installed("tilelang"))
+    version = _require(f"tilelang{compat.LOADING_TILELANG}", installed("tilelang"))
+    if compat.only_loads():
+        return Finding(
+            "note", f"{version} compiles no kernels, but loads those of {compat.COMPILED_BY}: tk cache import"
+        )
     try:
         compat.load_tilelang()
     except FaultError:
@@ -141,6 +148,8 @@ def _tilelang() -> Finding:
 
 
 def _host_compiler() -> Finding:
+    if compat.only_loads():
+        return _ONLY_LOADS
     compiler = compat.host_compiler()
     if (path := shutil.which(compiler or "")) is None:
         raise faults.no_host_compiler(compiler, faults.os_family())
@@ -148,6 +157,8 @@ def _host_compiler() -> Finding:
 
 
 def _nvcc() -> Finding:
+    if compat.only_loads():
+        return _ONLY_LOADS
     release, path = nvcc_cuda(), compat.nvcc_path()
     found = f"{release or 'does not run'} at {path}" if path else f"none in {compat.cuda_home() or 'any CUDA toolkit'}"
     if release is None or release < MIN_CUDA:
