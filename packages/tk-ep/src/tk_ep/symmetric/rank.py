@@ -68,6 +68,8 @@ class Dispatch(NamedTuple):
     """That send"""
     topk_idx: Tensor
     """For the handle"""
+    dst_slots: Tensor
+    """int32 (T or 1, K), also among the inputs: for the handle"""
     psum_per_rank: Tensor
     psum_per_expert: Tensor
     num_unaligned: Tensor
@@ -193,7 +195,18 @@ class Rank:
         num_blocks = min(request.num_sms or self._num_sms, get_num_sms(device))
         push(num_tokens, num_blocks, *self._waiting, *inputs)
         return Dispatch(
-            request, sizes, is_split, routed, count, receive, transpose, inputs, num_blocks, topk_idx, *counts
+            request,
+            sizes,
+            is_split,
+            routed,
+            count,
+            receive,
+            transpose,
+            inputs,
+            num_blocks,
+            topk_idx,
+            dst_slots,
+            *counts,
         )
 
     @contextmanager
@@ -302,7 +315,7 @@ class Rank:
                 psum_num_recv_tokens_per_expert=call.psum_per_expert,
                 num_unaligned_recv_tokens_per_expert=call.num_unaligned,
                 recv_src_metadata=got.metadata[: got.num_tokens],
-                dst_buffer_slot_idx=call.inputs[2][: len(request.x)],
+                dst_buffer_slot_idx=call.dst_slots[: len(request.x)],
                 pos_to_expert=None if got.pos_to_expert is None else got.pos_to_expert[: got.num_rows],
             )
         return DispatchResult(
