@@ -184,12 +184,7 @@ SPEC = OpSpec(
     cases=(
         *(
             _case(
-                fmt,
-                block_size,
-                layout,
-                out,
-                5,
-                576,
+                *(fmt, block_size, layout, out, 5, 576),
                 small=True,
                 compile=layout != "e4m3sf",
                 modes=layout == "e4m3sf-col",

@@ -8,7 +8,8 @@ A thread takes two pieces of a row, each 16 bytes of the output, and the same ch
 
 Both are loaded before the first is computed. Registers are capped, as a thread waits for its row's index and then for
 64 bytes of x. Rows of padding are not read, and with psum_num_tokens_per_expert not written. The steps are those of
-forward_and_per_token_cast.py.
+forward_and_per_token_cast.py. Thread level takes 8 % less time than tiles, 41 % where elements are counted
+(docs/tuning/swiglu.md of the repository).
 """
 
 import math
